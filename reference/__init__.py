@@ -1,0 +1,1 @@
+"""The law: every decode stage of Kimi K3 in plain PyTorch."""
