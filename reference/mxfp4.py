@@ -4,6 +4,8 @@ w[n, k] = VALUES[code[n, k]] * 2^(scale[n, k // 32] - 127). Byte j holds input 2
 nibble. Scale byte 0xFF is NaN and refused. Any leading dimensions may precede [N, K].
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -27,12 +29,23 @@ def dequant(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) 
         raise ValueError(f"MXFP4 to {dtype}: allowed are bfloat16, float32, float64")
     _check_pair(packed, scale)
     _refuse(scale == NAN_SCALE, scale, "scale byte", "0xFF is NaN")
-    values = PAIRS.to(packed.device, dtype)[packed.int()].flatten(-2).unflatten(-1, (-1, GROUP))  # [.., N, K/32, 32]
-    scales = SCALES.to(packed.device, dtype)[scale.int()]  # [.., N, K/32]
-    w = values * scales[..., None]
+    w = decode(packed, scale, dtype)
     if dtype is not torch.float64:
-        _refuse(w.isinf().any(-1), scale, "scale byte", f"a code times 2^(byte - 127) overflows {dtype}")
-    return w.flatten(-2)
+        overflows = w.isinf().unflatten(-1, (-1, GROUP)).any(-1)
+        _refuse(overflows, scale, "scale byte", f"a code times 2^(byte - 127) overflows {dtype}")
+    return w
+
+
+def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`dequant` without its checks, for weights that were checked when they were loaded; never waits for the device."""
+    values = _table(PAIRS, packed.device, dtype)[packed.int()].flatten(-2)  # [.., N, K]
+    scales = _table(SCALES, packed.device, dtype)[scale.int()]  # [.., N, K/32]
+    return (values.unflatten(-1, (-1, GROUP)) * scales[..., None]).flatten(-2)
+
+
+@lru_cache
+def _table(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return values.to(device, dtype)
 
 
 def quant(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +64,7 @@ def quant(w: Tensor) -> tuple[Tensor, Tensor]:
     _refuse(~(top <= LARGEST), top, "largest magnitude", "allowed are finite values up to 6 * 2^125")
     mantissa, exponent = torch.frexp(top)  # top = mantissa * 2^exponent, and 6 = 0.75 * 2^3
     scale = ((exponent - torch.where(mantissa <= 0.75, 3, 2)).clamp_min(-127) + 127).masked_fill(top == 0, 0)
-    a = x.abs() / SCALES.to(x.device, x.dtype)[scale][..., None]  # a power of two: exact
+    a = x.abs() / _table(SCALES, x.device, x.dtype)[scale][..., None]  # by a power of two: exact
     # The grid has steps 0.5, 1 and 2; within each, the parity of the step count is the parity of the code.
     code = torch.where(a < 2, (a * 2).round(), torch.where(a < 4, a.round() + 2, (a / 2).round() + 4))
     code = (code.to(torch.uint8) | (x.signbit().to(torch.uint8) << 3)).flatten(-2)
