@@ -1,0 +1,1 @@
+"""Golden data: prompts, a small trained checkpoint, recorded digests."""
