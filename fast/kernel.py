@@ -34,7 +34,7 @@ PDL_ATTRIBUTE, CLUSTER_ATTRIBUTE = 6, 4  # cudaLaunchAttributeID
 
 @dataclass(frozen=True)
 class Arg:
-    """One tensor parameter. shape and stride in elements (None: row-major); align: bytes the pointer is a multiple of."""
+    """One tensor parameter. shape, stride: elements (stride None: row-major). align: bytes, divides the address."""
 
     name: str
     role: Role
