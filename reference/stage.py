@@ -37,8 +37,8 @@ class Tensor_:
     """One argument: its axes by name, dtype, role, and the stride demand.
 
     `strides` is "dense" (row-major, no gaps) or "rows" (the first axis may have any stride, the rest is dense).
-    `rows` names the index tensor that lists which rows of a state the step may touch; `mutated` marks a tensor that is
-    read and written; `optional` one that may be None.
+    `rows` names the index tensor that lists which rows of a state the step may touch, `paged` says that those rows count
+    through the first two axes together; `mutated` marks a tensor that is read and written; `optional` one that may be None.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Tensor_:
     role: Role
     strides: str = "dense"
     rows: str | None = None
+    paged: bool = False
     mutated: bool = False
     optional: bool = False
 
@@ -68,8 +69,16 @@ index = _spec(Role.INDEX, i32)
 output = _spec(Role.OUTPUT, bf16)
 
 
-def state(name: str, axes: str, dtype: torch.dtype = bf16, *, rows: str | None) -> Tensor_:
-    return Tensor_(name, tuple(axes.split()), dtype, Role.STATE, rows=rows, mutated=True)
+def state(name: str, axes: str, dtype: torch.dtype = bf16, *, rows: str, paged: bool = False) -> Tensor_:
+    return Tensor_(name, tuple(axes.split()), dtype, Role.STATE, rows=rows, paged=paged, mutated=True)
+
+
+def scatter_rows(target: Tensor, rows: Tensor, new: Tensor, *, paged: bool) -> None:
+    """Write new[i] to row rows[i] of a state tensor; rows <= 0 are null and leave it as it was."""
+    flat = target.flatten(0, 1) if paged else target
+    at = rows.long().clamp_min(0)
+    live = (rows > 0).view(-1, *[1] * (flat.ndim - 1))
+    flat[at] = torch.where(live, new.to(flat.dtype), flat[at])
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,9 @@ def within(name: str, axis: str, low: int = -(2**31)) -> Constraint:
     def broken(tensors, dims):
         t = tensors[name]
         bad = t[(t >= dims[axis]) | (t < low)]
-        return f"{name} holds {int(bad.flatten()[0])}; allowed are {max(low, 0)}..{dims[axis] - 1}" if len(bad) else None
+        return (
+            f"{name} holds {int(bad.flatten()[0])}; allowed are {max(low, 0)}..{dims[axis] - 1}" if len(bad) else None
+        )
 
     return Constraint(f"{name} < {axis}", broken, reads_values=True)
 
@@ -145,7 +156,9 @@ class Stage:
         dims = {a: v for a, v in self.axes.items() if isinstance(v, int)}
         unknown = set(tensors) - set(self.by_name)
         if unknown:
-            raise ContractError(f"{self.name}: unknown tensor {sorted(unknown)[0]!r}; it takes {', '.join(self.by_name)}")
+            raise ContractError(
+                f"{self.name}: unknown tensor {sorted(unknown)[0]!r}; it takes {', '.join(self.by_name)}"
+            )
         for spec in self.tensors:
             t = tensors.get(spec.name)
             if t is None:
@@ -202,19 +215,26 @@ class Stage:
                 continue
             size = t.element_size() * prod(t.shape)
             if spec.rows:
-                size = size // t.shape[0] * tensors[spec.rows].shape[0]
+                size = size // prod(t.shape[: 1 + spec.paged]) * tensors[spec.rows].shape[0]
             total += size * (2 if spec.mutated else 1)
         return total
 
-    def apply(self, tensors: Mapping[str, Tensor | None], attrs: Mapping, num: Numerics, *, prefill: bool = False) -> None:
-        """Run the law and write its results into the caller's tensors. Null rows (index <= 0) leave state alone."""
+    def call(
+        self, tensors: Mapping[str, Tensor | None], attrs: Mapping, num: Numerics, *, prefill: bool = False
+    ) -> dict:
+        """Evaluate the law without writing anything: name -> value, or the new rows for a state."""
         law = self.prefill_fn if prefill and self.prefill_fn else self.fn
-        for name, value in law(**tensors, **attrs, num=num).items():
+        read = {n: t for n, t in tensors.items() if self.by_name[n].role is not Role.OUTPUT}
+        return law(**read, **attrs, num=num)
+
+    def apply(
+        self, tensors: Mapping[str, Tensor | None], attrs: Mapping, num: Numerics, *, prefill: bool = False
+    ) -> None:
+        """Run the law and write its results into the caller's tensors. Null rows (index <= 0) leave state alone."""
+        for name, value in self.call(tensors, attrs, num, prefill=prefill).items():
             spec, target = self.by_name[name], tensors[name]
             if spec.rows:
-                rows = tensors[spec.rows].long().clamp_min(0)
-                live = (rows > 0).view(-1, *[1] * (target.ndim - 1))
-                target[rows] = torch.where(live, value.to(target.dtype), target[rows])
+                scatter_rows(target, tensors[spec.rows], value, paged=spec.paged)
             else:
                 target.copy_(value)
 

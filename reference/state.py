@@ -1,0 +1,165 @@
+"""State that lives across steps, in the production layouts, owned by the caller and shared by both twins.
+
+Source: SPEC.md 15. Slot 0 and page 0 are null: padded rows point at them, and no step may change them.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .config import Config
+from .numerics import Numerics, fused
+from .stage import ContractError, bf16, f32
+
+PAGED = {"cache"}  # named by layer; the rest is addressed by slot
+
+
+@dataclass
+class Request:
+    """One sequence being decoded: its KDA slot, its cache pages in order, and how many tokens the state holds."""
+
+    slot: int
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class DecodeState:
+    """KDA state and convolution windows by slot, latent cache by page.
+
+    recurrent [slots, H, 128 (V), 128 (K)] fp32 and conv [slots, 3, 3C] bf16 per KDA layer; cache [pages, page_size, 576]
+    bf16 per MLA layer (float64 throughout in `exact`). `order` permutes slots and pages, so that neighbours in memory are
+    not neighbours in a batch.
+    """
+
+    def __init__(self, config: Config, *, slots: int, pages: int, page_size: int = 16, num: Numerics = fused,
+                 device: torch.device | str = "cpu", order: int | None = None):  # fmt: skip
+        if slots < 2 or pages < 2 or page_size < 1:
+            raise ContractError(
+                f"state with slots={slots}, pages={pages}, page_size={page_size}: allowed are 2, 2, 1 up"
+            )
+        self.config, self.page_size, self.num = config, page_size, num
+        self.tensors: dict[tuple[str, int], Tensor] = {}
+        shapes = {
+            "recurrent": ((slots, config.heads, 128, 128), f32),
+            "conv": ((slots, config.conv - 1, 3 * config.kda_width), bf16),
+            "cache": ((pages, page_size, config.kv_row), bf16),
+        }
+        for layer in range(config.layers):
+            for name in ("cache",) if config.is_mla(layer) else ("recurrent", "conv"):
+                shape, dtype = shapes[name]
+                self.tensors[name, layer] = torch.zeros(shape, dtype=num.storage(dtype), device=device)
+        shuffle = torch.Generator().manual_seed(order or 0)
+        ids = (lambda n: (torch.randperm(n - 1, generator=shuffle) + 1).tolist()) if order is not None else (
+            lambda n: list(range(n - 1, 0, -1)))  # fmt: skip
+        self.free_slots, self.free_pages = ids(slots), ids(pages)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    def open(self) -> Request:
+        """A new request with a zeroed slot. Raises ContractError when every slot is taken."""
+        if not self.free_slots:
+            raise ContractError("no free slot: close a request or make the state with more slots")
+        request = Request(self.free_slots.pop())
+        for (name, _), t in self.tensors.items():
+            if name not in PAGED:
+                t[request.slot] = 0
+        return request
+
+    def reserve(self, request: Request, length: int) -> None:
+        """Give a request the pages it needs to hold `length` tokens; all or nothing."""
+        missing = -(-length // self.page_size) - len(request.pages)
+        if missing > len(self.free_pages):
+            raise ContractError(f"{missing} pages wanted for {length} tokens, {len(self.free_pages)} free")
+        request.pages += [self.free_pages.pop() for _ in range(missing)]
+
+    def close(self, request: Request) -> None:
+        self.free_slots.append(request.slot)
+        self.free_pages += request.pages
+        request.pages = []
+
+    def clone(self) -> "DecodeState":
+        """The same contents in other memory; allocation lists are copied too."""
+        twin = object.__new__(DecodeState)
+        twin.__dict__ = dict(self.__dict__, tensors={k: t.clone() for k, t in self.tensors.items()})
+        twin.free_slots, twin.free_pages = list(self.free_slots), list(self.free_pages)
+        return twin
+
+    def to(self, num: Numerics) -> "DecodeState":
+        """A copy in another mode's storage dtypes."""
+        twin = self.clone()
+        twin.num = num
+        twin.tensors = {k: t.to(torch.float64 if num.mode == "exact" else (bf16, f32)[k[0] == "recurrent"])
+                        for k, t in twin.tensors.items()}  # fmt: skip
+        return twin
+
+    def poison(self, keep: list[Request] = ()) -> None:
+        """Fill every slot and page that no request of `keep` owns with NaN, the null slot and page included."""
+        slots, pages = {r.slot for r in keep}, {p for r in keep for p in r.pages}
+        for (name, _), t in self.tensors.items():
+            owned = pages if name in PAGED else slots
+            t[[i for i in range(t.shape[0]) if i not in owned]] = torch.nan
+
+    def digest(self) -> dict[str, list[str]]:
+        """A hash per slot and per page: {"recurrent.3": ["9f..", ...], ...}."""
+        out = {}
+        for (name, layer), t in self.tensors.items():
+            raw = t.detach().cpu().contiguous().view(torch.uint8).flatten(1).numpy()
+            out[f"{name}.{layer}"] = [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in raw]
+        return out
+
+    def changed(self, before: "DecodeState") -> dict[str, list[int]]:
+        """Slots and pages whose bits differ from an earlier clone (NaN equals the same NaN)."""
+        out = {}
+        for key, t in self.tensors.items():
+            a, b = (x.contiguous().view(torch.uint8).flatten(1) for x in (t, before.tensors[key]))
+            rows = (a != b).any(1).nonzero().flatten().tolist()
+            if rows:
+                out[f"{key[0]}.{key[1]}"] = rows
+        return out
+
+
+def step_index(state: DecodeState, requests: list[Request], ids: list[int], *, rows: int | None = None,
+               prefill: bool = False) -> dict[str, Tensor]:  # fmt: skip
+    """The index tensors of one step; pages for the new tokens are reserved here.
+
+    Decode: one token per request, padded to `rows` with null rows. Prefill: all `ids` belong to the one request.
+    Returns ids i64, slots i32, block_table i32 [T or 1, J], lens i32, slot_mapping i64, position i64 (of the token that
+    follows), all on the state's device. Raises ContractError before anything changes.
+    """
+    if prefill and len(requests) != 1:
+        raise ContractError(f"prefill takes one request at a time, got {len(requests)}")
+    new = len(ids) if prefill else 1
+    if not prefill and len(ids) != len(requests):
+        raise ContractError(f"{len(ids)} token ids for {len(requests)} requests")
+    if not requests or not ids:
+        raise ContractError("a step needs at least one request and one token")
+    bad = [i for i in ids if not 0 <= i < state.config.vocab]
+    if bad:
+        raise ContractError(f"token id {bad[0]}; allowed are 0..{state.config.vocab - 1}")
+    for r in requests:
+        state.reserve(r, r.length + new)
+    pad = 0 if prefill or rows is None else rows - len(requests)
+    if pad < 0:
+        raise ContractError(f"{len(requests)} requests do not fit into {rows} rows")
+    width = max(len(r.pages) for r in requests)
+    table = [r.pages + [0] * (width - len(r.pages)) for r in requests] + [[0] * width] * pad
+    positions = [r.length + i for r in requests for i in range(new)]
+    owners = [r for r in requests for _ in range(new)]
+    size = state.page_size
+    mapping = [r.pages[p // size] * size + p % size for r, p in zip(owners, positions, strict=True)]
+
+    def tensor(values, dtype, null=0):
+        return torch.tensor(values + [null] * pad, dtype=dtype).to(state.device)
+
+    return dict(
+        ids=tensor(list(ids), torch.int64),
+        slots=tensor([r.slot for r in requests], torch.int32),
+        block_table=torch.tensor(table, dtype=torch.int32).to(state.device),
+        lens=tensor([p + 1 for p in positions], torch.int32),
+        slot_mapping=tensor(mapping, torch.int64),
+        position=tensor([r.length + new for r in requests], torch.int64),
+    )
