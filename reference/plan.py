@@ -33,7 +33,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Step:
-    """One stage at one place of the model. `key` names it in reports, e.g. "07.kda.conv"; top-level steps have no layer."""
+    """One stage at one place of the model. `key` names it in reports, e.g. "07.kda.conv"; some have no layer."""
 
     layer: int | None
     stage: Stage
@@ -64,7 +64,7 @@ def ix(name):
 
 @lru_cache(maxsize=256)
 def plan(config: Config, tokens: int, *, prefill: bool = False, masked: bool = False) -> Plan:
-    """The steps of one decode step for `tokens` rows (one per request), or of a prefill of `tokens` tokens of one request.
+    """The steps of one decode step (`tokens` rows, one per request) or of a prefill (`tokens` tokens of one request).
 
     masked: the step takes an `allowed` mask over the vocabulary (structured output).
     """
@@ -79,13 +79,13 @@ def plan(config: Config, tokens: int, *, prefill: bool = False, masked: bool = F
     for layer in range(c.layers):
         _layer(c, layer, add)
     w = lambda name: Ref("weight", name)  # noqa: E731
-    add(None, attn_res.FINAL, dict(nb=c.blocks, write=-1), prefix=act("prefix"), blocks=act("blocks"), delta=act("delta"),
-        w_norm=w("attn_res.final.w_norm"), w_proj=w("attn_res.final.w_proj"), out=act("x"))  # fmt: skip
+    add(None, attn_res.FINAL, dict(nb=c.blocks, write=-1), prefix=act("prefix"), blocks=act("blocks"),
+        delta=act("delta"), w_norm=w("attn_res.final.w_norm"), w_proj=w("attn_res.final.w_proj"), out=act("x"))  # fmt: skip
     rows = 1 if prefill else None
     add(None, head.NORM, x=act("x", rows=rows), w_norm=w("head.w_norm"), out=act("normed"))
     add(None, head.LOGITS, x=act("normed"), w=w("head.logits.w"), out=act("vocab_logits"))
-    add(None, sample.SAMPLE, logits=act("vocab_logits"), temperature=ix("temperature"), top_k=ix("top_k"), top_p=ix("top_p"),
-        seed=ix("seed"), position=ix("position"), allowed=ix("allowed") if masked else None, tokens=act("tokens"))  # fmt: skip
+    add(None, sample.SAMPLE, logits=act("vocab_logits"), allowed=ix("allowed") if masked else None, tokens=act("tokens"),
+        **{name: ix(name) for name in ("temperature", "top_k", "top_p", "seed", "position")})  # fmt: skip
     return Plan(c, tokens, prefill, tuple(steps), _buffers(c, tokens, 1 if prefill else tokens))
 
 

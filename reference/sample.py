@@ -1,7 +1,7 @@
 """Sampling: greedy, or temperature with top-k and top-p, replayable from (seed, position) (SPEC.md 9).
 
-Random choice is Gumbel-max. The noise of a token is a hash of (seed, position, token), so the same request gives the same
-stream in any batch, row or twin. A logit mask (structured output) removes tokens before anything else.
+Random choice is Gumbel-max. The noise of a token is a hash of (seed, position, token), so the same request gives the
+same stream in any batch, row or twin. A logit mask (structured output) removes tokens before anything else.
 """
 
 import torch

@@ -37,8 +37,9 @@ class Tensor_:
     """One argument: its axes by name, dtype, role, and the stride demand.
 
     `strides` is "dense" (row-major, no gaps) or "rows" (the first axis may have any stride, the rest is dense).
-    `rows` names the index tensor that lists which rows of a state the step may touch, `paged` says that those rows count
-    through the first two axes together; `mutated` marks a tensor that is read and written; `optional` one that may be None.
+    `rows` names the index tensor that lists which rows of a state the step may touch, `paged` says that those rows
+    count through the first two axes together; `mutated` marks a tensor that is read and written; `optional` one that
+    may be None.
     """
 
     name: str

@@ -28,9 +28,9 @@ class Request:
 class DecodeState:
     """KDA state and convolution windows by slot, latent cache by page.
 
-    recurrent [slots, H, 128 (V), 128 (K)] fp32 and conv [slots, 3, 3C] bf16 per KDA layer; cache [pages, page_size, 576]
-    bf16 per MLA layer (float64 throughout in `exact`). `order` permutes slots and pages, so that neighbours in memory are
-    not neighbours in a batch.
+    recurrent [slots, H, 128 (V), 128 (K)] fp32 and conv [slots, 3, 3C] bf16 per KDA layer; cache [pages, page_size,
+    576] bf16 per MLA layer (float64 throughout in `exact`). `order` permutes slots and pages, so that neighbours in
+    memory are not neighbours in a batch.
     """
 
     def __init__(self, config: Config, *, slots: int, pages: int, page_size: int = 16, num: Numerics = fused,
