@@ -77,7 +77,7 @@ def fake_quant(w: Tensor) -> Tensor:
 
 
 def _check_pair(packed: Tensor, scale: Tensor) -> None:
-    for name, t in (("packed codes", packed), ("scale", scale)):
+    for name, t in (("packed codes", packed), ("scales", scale)):
         if t.dtype is not torch.uint8:
             raise ValueError(f"MXFP4 {name} are {t.dtype}: allowed is uint8")
     *lead, width = packed.shape
