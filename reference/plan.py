@@ -5,7 +5,7 @@ Every runner walks this list; nobody writes the order of the model a second time
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Step:
         return self.stage.name if self.layer is None else f"{self.layer:02d}.{self.stage.name}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object per (config, tokens, kind): identity is equality
 class Plan:
     config: Config
     tokens: int
@@ -62,7 +62,7 @@ def ix(name):
     return Ref("index", name)
 
 
-@lru_cache(maxsize=256)
+@cache
 def plan(config: Config, tokens: int, *, prefill: bool = False, masked: bool = False) -> Plan:
     """The steps of one decode step (`tokens` rows, one per request) or of a prefill (`tokens` tokens of one request).
 
@@ -79,13 +79,14 @@ def plan(config: Config, tokens: int, *, prefill: bool = False, masked: bool = F
     for layer in range(c.layers):
         _layer(c, layer, add)
     w = lambda name: Ref("weight", name)  # noqa: E731
-    add(None, attn_res.FINAL, dict(nb=c.blocks, write=-1), prefix=act("prefix"), blocks=act("blocks"),
-        delta=act("delta"), w_norm=w("attn_res.final.w_norm"), w_proj=w("attn_res.final.w_proj"), out=act("x"))  # fmt: skip
+    add(None, attn_res.FINAL, dict(nb=c.blocks, write=-1), prefix=act("prefix"), blocks=act("blocks"), out=act("x"),
+        delta=act("delta"), w_norm=w("attn_res.final.w_norm"), w_proj=w("attn_res.final.w_proj"))  # fmt: skip
     rows = 1 if prefill else None
     add(None, head.NORM, x=act("x", rows=rows), w_norm=w("head.w_norm"), out=act("normed"))
     add(None, head.LOGITS, x=act("normed"), w=w("head.logits.w"), out=act("vocab_logits"))
-    add(None, sample.SAMPLE, logits=act("vocab_logits"), allowed=ix("allowed") if masked else None, tokens=act("tokens"),
-        **{name: ix(name) for name in ("temperature", "top_k", "top_p", "seed", "position")})  # fmt: skip
+    sampling = {name: ix(name) for name in ("temperature", "top_k", "top_p", "seed", "position")}
+    allowed = ix("allowed") if masked else None
+    add(None, sample.SAMPLE, logits=act("vocab_logits"), allowed=allowed, tokens=act("tokens"), **sampling)
     return Plan(c, tokens, prefill, tuple(steps), _buffers(c, tokens, 1 if prefill else tokens))
 
 
