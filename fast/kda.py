@@ -20,7 +20,7 @@ from reference import kda as law
 from reference.config import deep, k3, k3_rank, mini
 from reference.stage import Role, twin
 
-from .device import WARP, load, load_weight, rsqrt, sigmoid, silu, span, store, to_f32, warp_sum
+from .device import WARP, load, load_weight, rsqrt, sigmoid, silu, span, store, warp_sum
 from .kernel import ARCHS, Arg, Kernel
 
 DIM = k3.kda_dim  # K = V
@@ -44,8 +44,9 @@ class Config:
 
 
 def choose_config(tokens: int, heads: int) -> Config:
-    """Estimated, not measured: with few CTAs more warps hide the prologue; from two CTAs per SM on, fewer threads."""
-    return Config(16 if tokens * heads <= 264 else 8)
+    """Estimated, not measured: up to one CTA per SM (132 on H200) 16 warps, for the shorter loops of each lane; beyond
+    that 8 warps of at most 128 registers, so that two CTAs, 128 KB of state in flight, share an SM."""
+    return Config(16 if tokens * heads <= 132 else 8)
 
 
 def load_state(gS: cute.Tensor, warp, lane, rows: int) -> cute.Tensor:
@@ -217,25 +218,34 @@ def kda_entry(
 
 @twin("kda.decode", [("kda.conv", "kda.recurrence", "kda.out_norm")], ARCHS, range(1, 65))
 def kda_decode(x, conv, conv_weight, raw_g, b, A_log, dt_bias, slots, recurrent, gate, w_o_norm, out):
-    """x [T, 3C], gate [T, C], b [T, H] may be row-strided slices of the fused projection; states are written in place."""
-    tokens, heads = b.shape
-    cfg = choose_config(tokens, heads)
-    args = tuple(
-        Arg(name, role, t.dtype, tuple(t.shape), tuple(t.stride()), align)
-        for name, role, t, align in (
-            ("x", Role.ACTIVATION, x, 8), ("conv", Role.STATE, conv, 8), ("conv_weight", Role.WEIGHT, conv_weight, 16),
-            ("raw_g", Role.ACTIVATION, raw_g, 8), ("b", Role.ACTIVATION, b, 2), ("A_log", Role.WEIGHT, A_log, 4),
-            ("dt_bias", Role.WEIGHT, dt_bias, 16), ("slots", Role.INDEX, slots, 4),
-            ("recurrent", Role.STATE, recurrent, 16), ("gate", Role.ACTIVATION, gate, 8),
-            ("w_o_norm", Role.WEIGHT, w_o_norm, 16), ("out", Role.OUTPUT, out, 8),
-        )
-    )  # fmt: skip
-    return (
-        Kernel(
-            f"kda_decode-t{tokens}-h{heads}", kda_entry, args, (cfg,),
-            grid=(heads, tokens, 1), block=(cfg.warps * WARP, 1, 1), smem=5 * DIM * 4,
-        ),
-    )  # fmt: skip
+    """Any number of heads and slots. x [T, 3C], gate [T, C] and b [T, H] may be row-strided slices of the projection.
+
+    Raises NotImplementedError if rows of x or gate start off 8 bytes.
+    """
+    (T, H), S = b.shape, recurrent.shape[0]
+    C, cfg = H * DIM, choose_config(T, H)
+    for name, t in (("x", x), ("gate", gate)):
+        if T > 1 and t.stride(0) % VEC:
+            raise NotImplementedError(
+                f"kda.decode: {name} has row stride {t.stride(0)}; allowed are multiples of {VEC}"
+            )
+    bf16, f32 = torch.bfloat16, torch.float32
+    args = (
+        Arg("x", Role.ACTIVATION, bf16, (T, 3 * C), (x.stride(0), 1), align=8),
+        Arg("conv", Role.STATE, bf16, (S, TAPS - 1, 3 * C)),
+        Arg("conv_weight", Role.WEIGHT, f32, (TAPS, 3 * C)),
+        Arg("raw_g", Role.ACTIVATION, bf16, (T, C)),
+        Arg("b", Role.ACTIVATION, bf16, (T, H), (b.stride(0), 1), align=2),
+        Arg("A_log", Role.WEIGHT, f32, (H,), align=4),
+        Arg("dt_bias", Role.WEIGHT, f32, (C,)),
+        Arg("slots", Role.INDEX, torch.int32, (T,), align=4),
+        Arg("recurrent", Role.STATE, f32, (S, H, DIM, DIM)),
+        Arg("gate", Role.ACTIVATION, bf16, (T, C), (gate.stride(0), 1), align=8),
+        Arg("w_o_norm", Role.WEIGHT, f32, (DIM,)),
+        Arg("out", Role.OUTPUT, bf16, (T, C)),
+    )
+    block, smem = (cfg.warps * WARP, 1, 1), 5 * DIM * 4
+    return (Kernel(f"kda_decode-t{T}-h{H}", kda_entry, args, (cfg,), grid=(H, T, 1), block=block, smem=smem),)
 
 
 def kda_cases(tokens=(1, 2, 3, 4, 8, 16, 32, 64), slots: int = 65) -> dict[str, dict[str, torch.Tensor]]:

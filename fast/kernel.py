@@ -103,12 +103,17 @@ class Kernel:
         return _builds[key]
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launch on torch's current stream of the tensors' device. Compile before capturing a CUDA graph."""
+        """Launch on torch's current stream of the tensors' device.
+
+        Raises RuntimeError if the first launch on a device, which compiles and loads, happens in a graph capture.
+        """
         checked = [arg.check(t, self.name) for arg, t in zip(self.args, tensors, strict=True)]
-        target = device_arch(checked[0].device)
-        if (self, target) not in _builds and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{self.name} is not compiled yet; launch it once before capturing a CUDA graph")
-        self.compile(target).function(*checked)
+        device = checked[0].device
+        build = self.compile(device_arch(device))
+        if (self, device) not in _launched and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{self.name} is not loaded yet; launch it once before capturing a CUDA graph")
+        build.function(*checked)
+        _launched.add((self, device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +139,7 @@ class Build:
 
 
 _builds: dict[tuple[Kernel, str], Build] = {}
+_launched: set[tuple[Kernel, torch.device]] = set()
 
 
 def _compile(kernel: Kernel, target: str) -> Build:
