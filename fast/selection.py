@@ -1,8 +1,8 @@
 """Which implementation serves which (layer, stage), as a value that may change between any two tokens.
 
 A selection is a list of rules, the last matching rule wins: "kda.decode=reference@3-7, attn_res=fast". The left side
-names a stage, a twin (all the stages it covers) or `*`; the right side `fast`, `reference`, or an implementation that the
-caller registered (a mutant, say); `@` limits the rule to layers (0-based, inclusive).
+names a stage, a twin (all the stages it covers) or `*`; the right side `fast`, `reference`, or an implementation that
+the caller registered (a mutant, say); `@` limits the rule to layers (0-based, inclusive).
 """
 
 import inspect

@@ -51,10 +51,15 @@ TOPK = Stage(
 @TOPK.law
 def topk(logits, bias, *, topk, num):
     """Chosen by sigmoid + bias, ties to the lowest expert; weighted by the sigmoid alone, renormalised."""
-    s = torch.sigmoid(num.up(logits))
-    ids = (s + num.up(bias)).sort(dim=-1, descending=True, stable=True).indices[:, :topk]
-    chosen = s.gather(-1, ids)
-    return dict(ids=ids, weights=chosen / (chosen.sum(-1, keepdim=True) + 1e-20))
+    choice = torch.sigmoid(num.up(logits)) + num.up(bias)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    return dict(ids=ids, weights=weigh(logits, ids, num))
+
+
+def weigh(logits: Tensor, ids: Tensor, num: Numerics) -> Tensor:
+    """Weights [T, A] of the experts `ids` [T, A]: their sigmoids, summing to one."""
+    chosen = torch.sigmoid(num.up(logits)).gather(-1, ids.long())
+    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
 
 
 def _experts(name: str, tensors: tuple, flops) -> Stage:
