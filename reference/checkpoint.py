@@ -145,18 +145,20 @@ def _read_index(path: Path, config: Config) -> dict[str, tuple[str, str]]:
     placed = obj.get("weight_map") if isinstance(obj, dict) else None
     if not isinstance(placed, dict):
         raise CheckpointError(f"{path}: 'weight_map' is {short(placed)}; allowed is an object")
-    stored = {}
+    stored, shards = {}, set()
     for name, shard in placed.items():
-        if not (isinstance(shard, str) and SHARD.fullmatch(shard)):
+        if not (isinstance(shard, str) and (shard in shards or SHARD.fullmatch(shard))):
             raise CheckpointError(
                 f"{path}: tensor {short(name)} is placed in {short(shard)}; "
                 "allowed is the name of a .safetensors file beside the index"
             )
+        shards.add(shard)
         if name.startswith(SKIPPED):
             continue
-        if canonical(name) in stored:
-            raise CheckpointError(f"{path}: tensor {short(canonical(name))} occurs twice, with and without 'model.'")
-        stored[canonical(name)] = (shard, name)
+        full = canonical(name)
+        if full in stored:
+            raise CheckpointError(f"{path}: tensor {short(full)} occurs twice, with and without 'model.'")
+        stored[full] = (shard, name)
     experts = config.experts * max(config.layers - config.dense_layers, 0) * 6
     if len(stored) < experts:  # before a table of that many names is made
         raise CheckpointError(f"{path}: names {len(stored)} tensors; {CONFIG} asks for {experts} of experts alone")
