@@ -220,8 +220,8 @@ def test_scratch_is_zeroed_once_and_private(monkeypatch):
 def check_scaled(args: dict[str, torch.Tensor]) -> None:
     x, w = args["x"].double(), args["w"].double()
     want = 3 * x * w / x.sum(1, keepdim=True)
-    # One bf16 rounding (2^-9), and fp32 sums of 256 positive terms (at most 2^-16).
-    assert ((args["y"].double() - want).abs() <= want.abs() * (2.0**-9 + 2.0**-15)).all()
+    # One bf16 rounding, 2^-8, and an fp32 sum of 256 positive terms in 2 + 5 + 4 steps, 11 * 2^-24.
+    assert ((args["y"].double() - want).abs() <= want.abs() * (2.0**-8 + 2.0**-20)).all()
 
 
 @needs_gpu
