@@ -160,8 +160,8 @@ def random_checkpoint_tensors(config: Config, seed: int) -> Iterator[tuple[str, 
 def _random(name: str, shape: tuple[int, ...], config: Config, rng: torch.Generator) -> Tensor:
     noise = torch.randn(shape, generator=rng)
     if name.endswith("A_log"):
-        log = torch.rand(shape, generator=rng) * torch.tensor(16.0).log()  # exp(A_log) log-uniform in [1, 16)
-        return torch.where(torch.arange(shape[0]) < config.heads, log, 0.0)
+        rate = 1 + 15 * torch.rand(shape, generator=rng)
+        return torch.where(torch.arange(shape[0]) < config.heads, rate.log(), 0.0)
     if name.endswith(("embed_tokens.weight", "dt_bias")):
         return noise
     if name.endswith("e_score_correction_bias"):
