@@ -123,9 +123,12 @@ def attend(q: Tensor, rows: Tensor, seen: Tensor, scale: float, num: Numerics) -
     """
     rows = torch.where(seen.any(-2)[..., None], num.up(rows), 0)
     scores = (num.up(q) @ rows.mT * scale).masked_fill(~seen, -torch.inf)
-    lse = scores.logsumexp(-1)
-    a = (scores - lse[..., None]).exp().nan_to_num(0.0)
-    return a @ rows[..., :LATENT], lse
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    p = (scores - top).exp()
+    total = p.sum(-1, keepdim=True)
+    # The weights are p / total, not exp(scores - LSE): at |LSE| = 1e6 an fp32 LSE is half a unit off.
+    o = p @ rows[..., :LATENT] / total.clamp_min(torch.finfo(p.dtype).tiny)
+    return o, (top + total.log()).squeeze(-1)
 
 
 @ATTENTION.law
