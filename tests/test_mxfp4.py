@@ -134,14 +134,21 @@ def test_fake_quantisation_keeps_dtype_and_is_idempotent(dtype):
     assert torch.equal(fake_quant(once), once) and not torch.equal(once, w)
 
 
-def test_decode_never_reads_a_value():
-    codes, scales = (
-        torch.empty(4, 32, dtype=torch.uint8, device="meta"),
-        torch.empty(4, 2, dtype=torch.uint8, device="meta"),
-    )
-    assert mxfp4.decode(codes, scales, torch.bfloat16).shape == (4, 64)
-    with pytest.raises((NotImplementedError, RuntimeError)):  # the checked form has to
-        dequant(codes, scales)
+def test_decode_never_reads_a_value(monkeypatch):
+    """Reading one would make the host wait for the device; the checked form has to."""
+
+    def forbidden(self):
+        raise RuntimeError("a value was read")
+
+    packed, scale = every_code(FINITE_SCALES)
+    want = dequant(packed, scale)
+    for name in ("__bool__", "item", "tolist", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, forbidden)
+    got = mxfp4.decode(packed, scale, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="a value was read"):
+        dequant(packed, scale)
+    monkeypatch.undo()
+    assert torch.equal(got, want)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
