@@ -343,24 +343,31 @@ def attn_res(prefix, blocks, w_norm, w_proj, out, delta=None, w_out=None, *, nb:
             raise ContractError(f"attn_res: {name} is {t.dtype}; allowed is torch.bfloat16")
     if B > 8 or not 0 <= nb <= B or not -1 <= write < B:
         raise ContractError(f"attn_res: nb = {nb}, write = {write}, B = {B}; allowed are 0..B, -1..B-1 and 1..8")
-    cfg = choose_config(T, D, nb)
-    roles = {name: PRE.by_name[name].role for name in tensors}
+    return (make_kernel(tensors, nb, write, choose_config(T, D, nb)),)
+
+
+def make_kernel(tensors: dict[str, Tensor], nb: int, write: int, cfg: Config) -> Kernel:
+    """The kernel of one Config, which must be among `candidates`. tensors: those given, in the order of an entry."""
+    (T, D), B = tensors["prefix"].shape, tensors["blocks"].shape[1]
+    if not cfg.fits(T, D, nb):
+        raise ContractError(
+            f"attn_res: {cfg} for T = {T}, D = {D}, nb = {nb}; allowed are those of candidates(T, D, nb)"
+        )
+    add, norm = "delta" in tensors, "w_out" in tensors
     args = tuple(
-        Arg(name, roles[name], t.dtype, tuple(t.shape), _strides(name, t, cfg.vec), align=2 * cfg.vec)
+        Arg(name, PRE.by_name[name].role, t.dtype, tuple(t.shape), _strides(name, t, cfg.vec), align=2 * cfg.vec)
         for name, t in tensors.items()
     )
-    flags = "-add" * (delta is not None) + "-norm" * (w_out is not None) + f"-w{write}" * (write >= 0)
-    return (
-        Kernel(
-            f"attn_res-t{T}-d{D}-b{B}-nb{nb}{flags}-c{cfg.cluster}",
-            ENTRIES[delta is not None, w_out is not None],
-            args,
-            (nb, write, cfg),
-            grid=(cfg.cluster, T, 1),
-            block=(cfg.threads, 1, 1),
-            smem=cfg.shared_bytes((nb > 0) + (w_out is not None)),
-            cluster=(cfg.cluster, 1, 1) if cfg.cluster > 1 else None,
-        ),
+    flags = "-add" * add + "-norm" * norm + f"-w{write}" * (write >= 0)
+    return Kernel(
+        f"attn_res-t{T}-d{D}-b{B}-nb{nb}{flags}-c{cfg.cluster}x{cfg.threads}x{cfg.vec}",
+        ENTRIES[add, norm],
+        args,
+        (nb, write, cfg),
+        grid=(cfg.cluster, T, 1),
+        block=(cfg.threads, 1, 1),
+        smem=cfg.shared_bytes((nb > 0) + norm),
+        cluster=(cfg.cluster, 1, 1) if cfg.cluster > 1 else None,
     )
 
 
