@@ -1,0 +1,97 @@
+"""Run the rules on compiled kernels and report."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from . import cubin, ptx, sass
+from .rules import ERROR, QUALITY, RULES, UNPROVEN, Case, Finding, View
+
+TARGETS = ("sm_90a", "sm_100a", "sm_103a")
+
+
+@dataclass(frozen=True)
+class Report:
+    """verdict: "findings" if a rule is broken, "unproven" if something could not be followed, else "proved".
+
+    Findings of severity "quality" (a lost prefetch) cost time, not correctness, and leave the verdict alone.
+    loads, stores: accesses to global memory that were traced, PTX and SASS together.
+    """
+
+    kernel: str
+    target: str
+    findings: tuple[Finding, ...]
+    loads: int
+    stores: int
+
+    @property
+    def verdict(self) -> str:
+        severities = {f.severity for f in self.findings}
+        return "findings" if ERROR in severities else "unproven" if UNPROVEN in severities else "proved"
+
+    def lines(self) -> list[str]:
+        head = f"{self.verdict} {self.kernel} {self.target}: {self.loads} loads, {self.stores} stores traced"
+        return [head, *map(str, self.findings)]
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def check(build) -> Report:
+    """Check one Build (fast.kernel). Raises ToolMissing without nvdisasm, Unreadable for text it cannot read."""
+    return _check(build, cubin.disassemble([(build.cubin, build.symbol)], build.target)[0])
+
+
+def _check(build, disassembly: str) -> Report:
+    kernel = build.kernel
+    parameters = cubin.parameters(build.cubin, build.symbol)
+    case = Case(
+        kernel,
+        build.target,
+        View(ptx.read(build.ptx, build.symbol)),
+        View(sass.read(disassembly, build.symbol, parameters)),
+    )
+    findings = [finding for rule in RULES for finding in rule(case)]
+    counts = [sum(1 for v in case.views for _ in v.accesses(*kinds)) for kinds in (("load",), ("store", "atomic"))]
+    return Report(kernel.name, build.target, _grouped(findings), *counts)
+
+
+def _grouped(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """One finding for several that differ only in the instruction: the first, with the number of the others."""
+
+    def key(f: Finding) -> tuple:
+        return f.rule, f.severity, f.where.split()[0], f.tensor, f.rule == "R4" and f.text.split(":")[-1]
+
+    counts = Counter(map(key, findings))
+    first: dict[tuple, Finding] = {}
+    for f in findings:
+        more = counts[key(f)] - 1
+        first.setdefault(key(f), replace(f, text=f"{f.text} (and {more} more like it)") if more else f)
+    order = {ERROR: 0, UNPROVEN: 1, QUALITY: 2}
+    return tuple(sorted(first.values(), key=lambda f: order[f.severity]))
+
+
+def check_builds(builds: Sequence) -> list[Report]:
+    """Check many Builds, in their order. Those whose PTX differs only in the kernel's name are checked once."""
+
+    def key(build) -> tuple:
+        body = re.sub(rf"\b{re.escape(build.symbol)}", "kernel", build.ptx)
+        return build.target, body, build.kernel.pdl, tuple((a.name, a.role) for a in build.kernel.args)
+
+    unique = {key(build): build for build in builds}
+    reports: dict[tuple, Report] = {}
+    for target in dict.fromkeys(b.target for b in builds):
+        some = {k: b for k, b in unique.items() if b.target == target}
+        texts = cubin.disassemble([(b.cubin, b.symbol) for b in some.values()], target)
+        reports.update({k: _check(b, text) for (k, b), text in zip(some.items(), texts, strict=True)})
+    return [_renamed(reports[key(build)], build.kernel.name) for build in builds]
+
+
+def _renamed(report: Report, kernel: str) -> Report:
+    return replace(report, kernel=kernel, findings=tuple(replace(f, kernel=kernel) for f in report.findings))
+
+
+def check_kernels(kernels: Iterable, targets: Sequence[str] = TARGETS) -> list[Report]:
+    """Compile and check every kernel for every target: a Report each, kernel by kernel."""
+    return check_builds([kernel.compile(target) for kernel in kernels for target in targets])

@@ -1,0 +1,285 @@
+"""Read PTX: one entry function to a Program.
+
+Understood: labels and registers scoped by the braces of inline assembly, vector operands, guards, `bra`, `brx.idx`,
+every load, store, atomic, asynchronous copy and prefetch of PTX ISA 9. Any other instruction with a memory operand, and
+any call, becomes a doubt that the rules report.
+"""
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from .program import LOAD, Access, Inst, Literal, Move, Operand, Program, Unreadable, link
+from .values import LOADED, LOCAL, NUMBER, SHARED, UNKNOWN, Value, origin, parameter
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_PIECE = re.compile(
+    r"\s*(?:(?P<open>\{)|(?P<close>\})|(?P<loc>\.loc\s+(?P<file>\d+)\s+(?P<line>\d+)[^\n]*)"
+    r"|(?P<label>[\w$]+):(?!:)|(?P<inst>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
+)
+_NAME = re.compile(r"(?<![\w$.%])[%$A-Za-z_][\w$]*")
+_GUARD = re.compile(r"@(!?)([%\w$]+)\s+")
+_FLOAT = re.compile(r"(?:b?f16(?:x2)?|tf32|f32(?:x2)?|f64|e\dm\d(?:x\d)?)$")
+_NO_RESULT = {"bar", "barrier", "bra", "brx", "nanosleep", "call"}  # with a register first that is only read
+# Instructions with a memory operand that never reach global memory.
+_ON_CHIP = {
+    "mbarrier", "ldmatrix", "stmatrix", "mapa", "getctarank", "isspacep", "tcgen05", "wgmma", "clusterlaunchcontrol",
+    "fence", "applypriority", "prefetch", "st",
+}  # fmt: skip
+LOCAL_MEMORY = "local memory"
+_SPACES = ("global", "shared", "local", "param", "const")
+
+
+@dataclass
+class _Scope:
+    suffix: str
+    registers: list[tuple[str, bool]]  # name, and whether it is a prefix of numbered registers
+    memory: dict[str, int]  # variables in shared or local memory, by origin
+
+
+class _Reader:
+    def __init__(self, parameters: dict[str, Value], module: dict[str, int], files: dict[str, str]):
+        self.parameters, self.files = parameters, files
+        self.scopes = [_Scope("", [], module)]
+        self.opened = 0
+        self.insts: list[Inst] = []
+        self.labels: dict[str, int] = {}
+        self.jumps: list[tuple[Inst, str, list[str]]] = []  # instruction, label, suffixes of the scopes it can see
+        self.tables: dict[str, list[str]] = {}
+        self.source = ""
+
+    def operand(self, name: str) -> Operand | None:
+        """A register by its unique name, the address of a variable or parameter, or None for anything else."""
+        for scope in reversed(self.scopes):
+            for declared, numbered in scope.registers:
+                if name == declared or (numbered and name.startswith(declared) and name[len(declared) :].isdigit()):
+                    return name + scope.suffix
+            if name in scope.memory:
+                return origin(scope.memory[name])
+        return self.parameters.get(name)
+
+    def operands(self, text: str) -> tuple[Operand, ...]:
+        return tuple(o for o in map(self.operand, _NAME.findall(text)) if o is not None)
+
+    def registers(self, text: str) -> tuple[str, ...]:
+        return tuple(o for o in self.operands(text) if isinstance(o, str))
+
+    def declare(self, text: str) -> None:
+        words = text.split()
+        if words[0] == ".reg":
+            for item in text.split(None, 2)[2].split(","):
+                name, _, count = item.strip().partition("<")
+                self.scopes[-1].registers.append((name, bool(count)))
+        elif words[0] in (".shared", ".local"):
+            name = re.search(r"([\w$]+)\s*(?:\[[^]]*\])?$", text)[1]
+            self.scopes[-1].memory[name] = SHARED if words[0] == ".shared" else LOCAL
+
+    def statement(self, text: str, line: int) -> None:
+        text = " ".join(text.split())
+        if text.startswith(".branchtargets"):
+            table = next(reversed(self.labels))
+            self.tables[table] = re.findall(r"[\w$]+", text.removeprefix(".branchtargets"))
+        elif text.startswith("."):
+            self.declare(text)
+        elif text:
+            self.insts.append(self.instruction(text, line))
+
+    def instruction(self, text: str, line: int) -> Inst:
+        guard: Literal | None = None
+        body = text
+        if m := _GUARD.match(text):
+            guard, body = (self.registers(m[2])[0], not m[1]), text[m.end() :]
+        op, _, rest = body.partition(" ")
+        parts = op.split(".")
+        operands = _split(rest)
+        inst = Inst(line, op, text, self.source, guard)
+        if parts[0] in ("bra", "brx"):
+            self.jumps.append((inst, operands[-1], [s.suffix for s in self.scopes]))
+            inst.falls = parts[0] == "bra" and guard is not None
+        elif parts[0] in ("ret", "exit", "trap"):
+            inst.falls, inst.exits = guard is not None, parts[0] != "trap"
+        elif parts[0] == "call":
+            inst.doubt = "the call is not followed"
+        _memory(self, inst, parts, operands)
+        inst.sync |= _sync(parts, inst.access)
+        result = bool(operands) and parts[0] not in _NO_RESULT and not operands[0].startswith("[")
+        inst.reads = tuple(r for o in operands[result:] for r in self.registers(o))
+        if result:
+            inst.writes = self.registers(operands[0])
+            inst.moves = _moves(self, inst, parts, operands)
+        if _space(parts) in ("shared", "local") and parts[0] in ("st", "ld", "atom", "red"):
+            _on_chip(self, inst, parts, operands)
+        return inst
+
+
+def _split(text: str) -> list[str]:
+    """Operands: split at commas outside brackets and braces."""
+    out, depth = [""], 0
+    for c in text:
+        depth += (c in "[{(") - (c in "]})")
+        if c == "," and not depth:
+            out.append("")
+        else:
+            out[-1] += c
+    return [o.strip() for o in out if o.strip()]
+
+
+def _space(parts: list[str]) -> str:
+    return next((p.partition("::")[0] for p in parts[1:] if p.partition("::")[0] in _SPACES), "generic")
+
+
+def _order(parts: list[str], default: str) -> str:
+    return next((p for p in parts if p in ("relaxed", "volatile", "mmio", "acquire", "release", "acq_rel")), default)
+
+
+def _memory(reader: _Reader, inst: Inst, parts: list[str], operands: list[str]) -> None:
+    """Set the access (or the doubt) of an instruction that may touch global memory."""
+    base, space = parts[0], _space(parts)
+    at = reader.operands
+
+    def access(kind: str, operand: int, default: str = "weak") -> Access:
+        integer = not any(_FLOAT.match(p) for p in parts)
+        return Access(kind, at(operands[operand]), not ({"nc"} & set(parts)), _order(parts, default), integer)
+
+    if base in ("ld", "st", "atom", "red") and (space in ("shared", "local", "param", "const") or "async" in parts):
+        return
+    if base == "ld":
+        inst.access = access("load", 1)
+    elif base == "ldu":
+        inst.access = Access("load", at(operands[1]), coherent=False)
+    elif base == "st" and "bulk" not in parts:
+        inst.access = access("store", 0)
+    elif base in ("atom", "red"):
+        inst.access = access("atomic", base == "atom", "relaxed")
+    elif base == "multimem":
+        kind, operand = ("load", 1) if "ld_reduce" in parts else ("store" if "st" in parts else "atomic", 0)
+        inst.access = access(kind, operand)
+    elif (base == "prefetch" and "tensormap" not in parts and space != "local") or base == "prefetchu":
+        # Into L2 it is harmless for any tensor; a line of L1 could be stale when the load after the wait hits it.
+        inst.access = access("prefetch" if "L2" in parts else "load", 0)
+    elif base in ("discard", "tensormap"):
+        inst.access = access("store", 0)
+    elif base == "cp":
+        _copy(inst, parts, operands, access)
+    elif base not in _ON_CHIP and ("[" in inst.text or base in ("tex", "tld4", "suld", "sust", "sured")):
+        inst.doubt = "an instruction with a memory operand that the checker does not know"
+
+
+def _copy(inst: Inst, parts: list[str], operands: list[str], access) -> None:
+    """cp.async, cp.async.bulk (plain and tensor), cp.reduce.async.bulk and the bulk prefetches."""
+    if not operands or not any(o.startswith("[") for o in operands) or "mbarrier" in parts[1:3]:
+        return  # commit and wait groups, mbarrier arrivals
+    spaces = [p.partition("::")[0] for p in parts if p.partition("::")[0] in ("global", "shared")]
+    if "prefetch" in parts:
+        inst.access = access("prefetch", 0)
+    elif spaces == ["shared", "global"]:
+        inst.access = access("load", 1)
+    elif spaces == ["global", "shared"]:
+        inst.access = access("atomic" if "reduce" in parts else "store", 0)
+    elif spaces not in (["shared", "shared"], ["shared"]):
+        inst.doubt = "a copy between spaces that the checker does not know"
+
+
+def _on_chip(reader: _Reader, inst: Inst, parts: list[str], operands: list[str]) -> None:
+    """Data through shared or local memory: each is one variable, which only grows."""
+    memory = f"{_space(parts)} memory"
+    if parts[0] != "st":
+        inst.reads += (memory,)
+    if parts[0] != "ld":
+        inst.writes += (memory,)
+    if parts[0] == "st" and memory == LOCAL_MEMORY:
+        inst.moves = (Move(memory, reader.operands(operands[1]) or (NUMBER,)),)
+
+
+def _sync(parts: list[str], access: Access | None) -> frozenset[str]:
+    """What an instruction orders. Fences and flags of one CTA order nothing between CTAs, so they do not count."""
+    base, wide = parts[0], "cta" not in parts  # without a scope it is the GPU
+    if base == "griddepcontrol":
+        return frozenset({"wait" if "wait" in parts else "trigger"})
+    if base in ("bar", "barrier"):
+        return frozenset({"barrier"})
+    if base == "membar" or (base == "fence" and {"acq_rel", "sc"} & set(parts)):
+        return frozenset({"acquire", "release"}) if wide else frozenset()
+    if access and wide:
+        return frozenset(
+            {"acquire": {"acquire"}, "release": {"release"}, "acq_rel": {"acquire", "release"}}.get(access.order, ())
+        )
+    return frozenset()
+
+
+def _moves(reader: _Reader, inst: Inst, parts: list[str], operands: list[str]) -> tuple[Move, ...]:
+    """What the registers of the first operand become."""
+    base, space = parts[0], _space(parts)
+    sources = tuple(o for text in operands[1:] for o in reader.operands(text))
+    if inst.access:
+        sources = (LOAD,)
+    elif base == "ld" and space == "param":
+        words = operands[1].strip("[] ").partition("+")
+        known = reader.operand(words[0])
+        sources = (NUMBER if known is None else known,)
+    elif base == "ld" and space == "local":
+        sources = (LOCAL_MEMORY,)
+    elif base in ("ld", "atom", "ldmatrix") or (base == "tcgen05" and "ld" in parts):
+        sources = (origin(LOADED),)
+    elif inst.doubt:
+        sources = (origin(UNKNOWN),)
+    elif base in ("selp", "slct"):
+        return tuple(Move(r, reader.operands(", ".join(operands[1:3])) or (NUMBER,), either=True) for r in inst.writes)
+    elif base in ("setp", "mma", "mbarrier") or (base not in ("mov", "shfl") and any(map(_FLOAT.match, parts))):
+        sources = ()
+    return tuple(Move(r, sources or (NUMBER,)) for r in inst.writes)
+
+
+def read(ptx: str, symbol: str) -> Program:
+    """The Program of `.entry symbol`. Raises Unreadable if it is not there or breaks off."""
+    text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), ptx)
+    entry = re.search(rf"\.entry\s+{re.escape(symbol)}\s*\(", text)
+    if not entry:
+        raise Unreadable(f"the PTX has no .entry {symbol}")
+    close = text.index(")", entry.end())
+    declared = re.findall(r"\.(\w+)\s+([\w$]+)\s*(?:\[(\d+)\])?\s*(?:,|$)", text[entry.end() : close])
+    pointers = {
+        name: parameter(i) if int(count or 1) * int(re.search(r"\d+$", kind)[0]) >= 64 else NUMBER
+        for i, (kind, name, count) in enumerate(declared)
+    }
+    module = {
+        name: SHARED
+        for name in re.findall(r"\.shared\b[^;{}]*?([\w$]+)\s*(?:\[[^]]*\])?\s*;", text[: entry.start()])
+    }
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.M))
+    reader = _Reader(pointers, module, files)
+    _body(reader, text, text.index("{", close) + 1)
+    return Program("PTX", reader.insts, link(reader.insts, reader.labels), ordered=False)
+
+
+def _body(reader: _Reader, text: str, at: int) -> None:
+    starts = [m.start() for m in re.finditer(r"\n", text)]
+    while True:
+        m = _PIECE.match(text, at)
+        if not m:
+            raise Unreadable(f"PTX line {bisect_right(starts, at) + 1}: cannot read {text[at : at + 60].strip()!r}")
+        line = bisect_right(starts, m.end() - 1) + 1
+        at = m.end()
+        if m["open"]:
+            reader.opened += 1
+            reader.scopes.append(_Scope(f"@{reader.opened}", [], {}))
+        elif m["close"]:
+            if len(reader.scopes) == 1:
+                break
+            reader.scopes.pop()
+        elif m["loc"]:
+            reader.source = f"{reader.files.get(m['file'], m['file'])}:{m['line']}"
+        elif m["label"]:
+            reader.labels[m["label"] + reader.scopes[-1].suffix] = len(reader.insts)
+        else:
+            reader.statement(m["inst"], line)
+    _resolve(reader)
+
+
+def _resolve(reader: _Reader) -> None:
+    """Jumps to labels of the innermost scope that has them; brx.idx to every label of its table."""
+    for inst, label, suffixes in reader.jumps:
+        names = reader.tables.get(label, [label])
+        inst.targets = tuple(
+            next((name + s for s in reversed(suffixes) if name + s in reader.labels), name) for name in names
+        )

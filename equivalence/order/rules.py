@@ -1,0 +1,270 @@
+"""The rules: what a kernel may load and store where. Each rule is one function over a Case."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from reference.stage import Role
+
+from .paths import ahead, before_wait, decides, loops, reached, route, syncs_before
+from .program import Inst, Program
+from .trace import addresses
+from .values import Value, parameters, untraced
+
+ERROR, UNPROVEN, QUALITY = "error", "unproven", "quality"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One breach. where: "PTX <line>" or "SASS <offset>"; source: file:line of the kernel where line info exists."""
+
+    rule: str
+    severity: str
+    kernel: str
+    target: str
+    where: str
+    tensor: str
+    role: str
+    source: str
+    text: str
+
+    def __str__(self) -> str:
+        of = f" {self.tensor} ({self.role})" if self.tensor else ""
+        at = f" [{self.source}]" if self.source else ""
+        return f"{self.severity} {self.rule} {self.kernel} {self.target} {self.where}{of}: {self.text}{at}"
+
+
+@dataclass
+class View:
+    """One level of a kernel (PTX or SASS) with the answers that several rules need."""
+
+    program: Program
+    values: dict[int, Value] = field(init=False)  # address of every access that is reached
+
+    def __post_init__(self):
+        self.reached = reached(self.program)
+        self.values = {i: v for i, v in addresses(self.program).items() if i in self.reached}
+
+    @cached_property
+    def early(self) -> set[int]:
+        return before_wait(self.program)
+
+    @cached_property
+    def syncs(self) -> dict[int, tuple[int, ...]]:
+        return syncs_before(self.program)
+
+    def accesses(self, *kinds: str) -> Iterator[tuple[int, Inst, frozenset[int]]]:
+        """Index, instruction and parameters of every reached access of these kinds."""
+        for i, value in self.values.items():
+            if self.program.insts[i].access.kind in kinds:
+                yield i, self.program.insts[i], parameters(value)
+
+
+@dataclass
+class Case:
+    """A kernel compiled for one target, at both levels."""
+
+    kernel: object  # fast.kernel.Kernel
+    target: str
+    ptx: View
+    sass: View
+
+    @property
+    def views(self) -> tuple[View, View]:
+        return self.ptx, self.sass
+
+    def role(self, k: int) -> Role:
+        return self.kernel.args[k].role
+
+    def weights(self) -> tuple[int, ...]:
+        return tuple(k for k, arg in enumerate(self.kernel.args) if arg.role is Role.WEIGHT)
+
+    def names(self, ks) -> str:
+        return " or ".join(self.kernel.args[k].name for k in sorted(ks))
+
+    def finding(self, rule: str, severity: str, view: View, at: int | None, tensors, text: str) -> Finding:
+        inst = view.program.insts[at] if at is not None else None
+        return Finding(
+            rule, severity, self.kernel.name, self.target,
+            view.program.where(inst) if inst else view.program.level,
+            self.names(tensors), " or ".join(dict.fromkeys(self.role(k).value for k in sorted(tensors))),
+            inst.source if inst else "", text,
+        )  # fmt: skip
+
+    def produced(self, ks) -> frozenset[int]:
+        """Those parameters whose data a predecessor (or this kernel) may write: all that are no weights."""
+        return frozenset(k for k in ks if self.role(k) is not Role.WEIGHT)
+
+    def way(self, view: View, at: int) -> str:
+        """How control gets to an instruction without a wait."""
+        steps = route(view.program, at)
+        told = [f"{view.program.where(view.program.insts[i])} {'taken' if t else 'not taken'}" for i, t in steps[-3:]]
+        return f" by way of {', '.join(told)}" if told else " in straight line from the entry"
+
+
+def non_coherent(case: Case) -> Iterator[Finding]:
+    """R1: no non-coherent load (.nc, CONSTANT) of anything but a weight; of a weight it costs the prefetch."""
+    for view in case.views:
+        for i, inst, ks in view.accesses("load"):
+            if inst.access.coherent:
+                continue
+            if bad := case.produced(ks):
+                text = f"{inst.op} may be moved above any wait, barrier or acquire"
+                yield case.finding("R1", ERROR, view, i, bad, text)
+            elif ks:
+                text = f"{inst.op}: ptxas sinks these loads below the wait; use no_allocate or cp.async"
+                yield case.finding("R1", QUALITY, view, i, ks, text)
+
+
+def early_loads(case: Case) -> Iterator[Finding]:
+    """R2 (PTX), R3 (SASS): no load of anything but a weight is reached before griddepcontrol.wait."""
+    for view in case.views if case.kernel.pdl else ():
+        rule = "R2" if view.program.level == "PTX" else "R3"
+        for i, inst, ks in view.accesses("load"):
+            if i in view.early and (bad := case.produced(ks)):
+                text = f"{inst.op} is reached before the wait{case.way(view, i)}"
+                yield case.finding(rule, ERROR, view, i, bad, text)
+
+
+def followed(case: Case) -> Iterator[Finding]:
+    """R4: every address is traced to parameters, every instruction is understood, both levels touch the same tensors."""
+    for view in case.views:
+        for i, inst, ks in view.accesses("load", "store", "atomic"):
+            if why := untraced(view.values[i]):
+                yield case.finding("R4", UNPROVEN, view, i, ks, f"{inst.text}: the address cannot be traced: {why}")
+            elif beyond := [k for k in ks if k >= len(case.kernel.args)]:
+                yield case.finding("R4", UNPROVEN, view, i, (), f"parameter {beyond[0]} has no Arg")
+        for i in sorted(view.reached):
+            if doubt := view.program.insts[i].doubt:
+                yield case.finding("R4", UNPROVEN, view, i, (), f"{view.program.insts[i].text}: {doubt}")
+    for kinds in (("load",), ("store", "atomic")):
+        ptx, sass = (frozenset().union(*(ks for *_, ks in view.accesses(*kinds))) for view in case.views)
+        if missing := ptx ^ sass:
+            text = f"{' or '.join(kinds)} in {'PTX' if missing & ptx else 'SASS'} only: the two readings disagree"
+            yield case.finding("R4", UNPROVEN, case.sass, None, missing, text)
+
+
+def always_waits(case: Case) -> Iterator[Finding]:
+    """R5: a kernel launched with PDL waits on every path to its end, in every thread."""
+    for view in case.views if case.kernel.pdl else ():
+        for i in sorted(view.early):
+            if view.program.insts[i].exits:
+                text = f"a thread may end here without having waited{case.way(view, i)}"
+                yield case.finding("R5", ERROR, view, i, (), text)
+
+
+def early_stores(case: Case) -> Iterator[Finding]:
+    """R6: no store or atomic is reached before the wait: the predecessor may still read what it overwrites."""
+    for view in case.views if case.kernel.pdl else ():
+        for i, inst, ks in view.accesses("store", "atomic"):
+            if i in view.early:
+                text = f"{inst.op} is reached before the wait{case.way(view, i)}"
+                yield case.finding("R6", ERROR, view, i, ks, text)
+
+
+def prefetched(case: Case) -> Iterator[Finding]:
+    """R7: weights are in flight before the wait, in PTX and still in SASS."""
+    if not case.kernel.pdl:
+        return
+    touched, above = {}, {}
+    for view in case.views:
+        for i, inst, ks in view.accesses("load", "prefetch"):
+            for k in ks.intersection(case.weights()):
+                touched.setdefault((k, view.program.level), i)
+                if i in view.early:
+                    above[k, view.program.level] = i
+    sunk = [k for k in case.weights() if (k, "PTX") in above and (k, "SASS") not in above]
+    for k in sunk:
+        text = "loaded before the wait in PTX, only after it in SASS: the prefetch is lost"
+        yield case.finding("R7", QUALITY, case.sass, touched.get((k, "SASS")), {k}, text)
+    if touched and not above:
+        k = min(k for k, _ in touched)
+        text = "no weight is loaded or prefetched before the wait: PDL hides nothing"
+        yield case.finding("R7", QUALITY, case.ptx, touched.get((k, "PTX")), {k}, text)
+
+
+def constant_weights(case: Case) -> Iterator[Finding]:
+    """R8: nothing is stored to a weight; what is written is no weight, whatever its Arg says."""
+    for view in case.views:
+        for i, inst, ks in view.accesses("store", "atomic"):
+            if bad := ks.intersection(case.weights()):
+                yield case.finding("R8", ERROR, view, i, bad, f"{inst.op} writes a tensor whose role is weight")
+
+
+def _flags(case: Case, program: Program, cycles: list[set[int]]) -> Iterator[int]:
+    """Reads of global memory that look like a flag or a ticket, and are ordered too weakly to be one.
+
+    A relaxed or volatile read, or an integer atomic, whose value decides a branch; and any read of one address inside
+    a loop that decides whether the loop ends.
+    """
+    guards = [i.guard[0] for i in program if i.guard and (i.targets or i.exits)]
+    deciding = decides(program, guards)
+    for i, inst, ks in case.ptx.accesses("load", "atomic"):
+        if not case.produced(ks) or "acquire" in inst.sync or not deciding.intersection(inst.writes):
+            continue
+        if inst.access.order != "weak" and inst.access.integer:
+            yield i
+        elif inst.access.order == "weak":
+            for cycle in (c for c in cycles if i in c):
+                written = {w for j in cycle for w in program.insts[j].writes}
+                out = [j for j in cycle if any(e.to not in cycle for e in program.edges[j])]
+                ends = decides(program, [program.insts[j].guard[0] for j in out if program.insts[j].guard])
+                if not written.intersection(inst.access.address) and ends.intersection(inst.writes):
+                    yield i
+
+
+def acquires(case: Case) -> Iterator[Finding]:
+    """R9: a flag that decides what runs next is read with acquire (or a fence follows) before produced data is loaded.
+
+    Also: a loop whose condition is never computed inside it. A flag read that the compiler lifted out looks like that.
+    """
+    program = case.ptx.program
+    cycles = loops(program)
+    for i in _flags(case, program, cycles):
+        flag = parameters(case.ptx.values[i])
+        after = ahead(program, [i], stop=lambda inst: "acquire" in inst.sync and inst.guard is None)
+        for j, inst, ks in case.ptx.accesses("load"):
+            if j in after and "acquire" not in inst.sync and case.produced(ks) - flag:
+                text = (
+                    f"{program.insts[i].op} decides a branch, and {case.names(case.produced(ks) - flag)} is loaded at "
+                    f"{program.where(inst)} with no acquire between"
+                )
+                yield case.finding("R9", ERROR, case.ptx, i, flag, text)
+                break
+    for cycle in cycles:
+        out = [j for j in cycle if any(e.to not in cycle for e in program.edges[j])]
+        written = {w for j in cycle for w in program.insts[j].writes}
+        if cycle <= case.ptx.reached and all(
+            (guard := program.insts[j].guard) and guard[0] not in written for j in out
+        ):
+            text = "this loop cannot end: its condition is computed outside it"
+            yield case.finding("R9", ERROR, case.ptx, min(cycle), (), text)
+
+
+def releases(case: Case) -> Iterator[Finding]:
+    """R10: between a store to global memory and the relaxed atomic that announces it stands a release or a fence."""
+    program = case.ptx.program
+    announces = {
+        i: ks
+        for i, inst, ks in case.ptx.accesses("store", "atomic")
+        if (inst.access.kind == "atomic" or inst.access.order != "weak")
+        and inst.access.integer
+        and "release" not in inst.sync
+    }
+    for i, inst, ks in case.ptx.accesses("store"):
+        if inst.access.order != "weak":
+            continue
+        after = ahead(program, [i], stop=lambda inst: "release" in inst.sync and inst.guard is None)
+        for j in sorted(announces.keys() & after):
+            if ks - announces[j]:
+                text = (
+                    f"{program.insts[j].op} at {program.where(program.insts[j])} may announce this store "
+                    f"({case.names(announces[j])}) before it is visible: no release or fence between"
+                )
+                yield case.finding("R10", ERROR, case.ptx, i, ks, text)
+                break
+
+
+RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
+    non_coherent, early_loads, followed, always_waits, early_stores, prefetched, constant_weights, acquires, releases,
+)  # fmt: skip

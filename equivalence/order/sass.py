@@ -1,0 +1,293 @@
+"""Read SASS as nvdisasm prints it, from a cubin (`-c -g`) or from bare code (`-b`): one function to a Program.
+
+Written from the output for sm_90a, sm_100a and sm_103a. A memory instruction, an indirect jump, a call or a
+convergence barrier that is not understood becomes a doubt that the rules report.
+"""
+
+import re
+
+from .cubin import Parameters
+from .program import LOAD, Access, Edge, Inst, Move, Operand, Program, Unreadable, link
+from .values import LOADED, NUMBER, UNKNOWN, Value, join, origin, parameter
+
+_INST = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?)(U?P\w+)\s+)?([A-Z]\w*(?:\.\w+)*)\s*(.*?)\s*;")
+_LABEL = re.compile(r"\s*([.$\w]+):\s*$")
+_LINE = re.compile(r'\s*//## File "([^"]*)", line (\d+)')
+_REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)\b")
+_PREDICATE = re.compile(r"(!?)(U?P(?:\d+|T))$")
+_CONSTANT = re.compile(r"c\[(0x[0-9a-f]+)\]\[(?:(U?R\w+)(?:\.\w+)*\+?)?(-?0x[0-9a-f]+)?\]")
+_TARGET = re.compile(r"\.L_\w+|\$[\w$]+|(?<![\w+-])0x[0-9a-f]+")
+_STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
+
+# A first register that is only read, or predicates alone as results.
+_NO_RESULT = re.compile(
+    r"\w*SETP2?|U?PLOP3|FCHK|BAR|WARPSYNC|BRXU?|JMXU?|RET|NANOSLEEP|DEPBAR|USETMAXREG|R2PR?|R2B|BRA|CALL|EXIT|KILL"
+)
+_FLOAT = re.compile(r"(?!FSEL|FLO|HFMA2_MMA_IMM)(?:F|H|D[AFM]|MUFU|I2F|UF|UI2F|IMMA|[QO]MMA|BMMA)\w*")
+_KINDS = {
+    "LDG": "load", "LD": "load", "LDGSTS": "load", "LDGMC": "load", "STG": "store", "ST": "store", "ATOM": "atomic",
+    "ATOMG": "atomic", "RED": "atomic", "REDG": "atomic", "REDGMC": "atomic", "UBLKCP": "copy", "UBLKRED": "copy",
+    "UBLKPF": "prefetch", "UTMALDG": "load", "UTMASTG": "store", "UTMAREDG": "atomic", "UTMAPF": "prefetch",
+}  # fmt: skip
+# Instructions with a memory operand that never reach global memory.
+_ON_CHIP = re.compile(
+    r"U?LDS|U?STS|U?ATOMS|LDSM|STSM|LDC|ULDC|LDCU|LDL|STL|SYNCS|ARRIVES|STAS|REDAS|LDTM|STTM|LDT|STT|UTC\w+|UCGABAR\w*|"
+    r"[HQIB]GMMA|UTMACCTL|UTMACMDFLUSH|CCTLL|LDGDEPBAR|MAPA|BRXU?|JMXU?|MOV|UMOV"
+)
+_ON_CHIP_LOADS = {"LDS", "ULDS", "LDSM", "ATOMS", "UATOMS", "LDTM", "LDT", "SYNCS"}
+_SELECTS = {"SEL", "USEL", "FSEL", "IMNMX", "VIMNMX", "UIMNMX", "UVIMNMX"}
+
+
+def _split(text: str) -> list[str]:
+    """Operands: split at commas outside brackets and braces."""
+    out, depth = [""], 0
+    for c in text:
+        depth += (c in "[{(") - (c in "]})")
+        if c == "," and not depth:
+            out.append("")
+        else:
+            out[-1] += c
+    return [o.strip() for o in out if o.strip()]
+
+
+def _constant(text: str, parameters: Parameters, byte: int = 0) -> Value:
+    """A constant-bank operand, `byte` bytes further on: a parameter, any of them if indexed, or a number."""
+    m = _CONSTANT.search(text)
+    if not m or m[1] != "0x0":
+        return origin(LOADED)
+    if m[2] and m[2] not in ("RZ", "URZ"):
+        value = NUMBER
+        for index in parameters.pointers:
+            value = join(value, parameter(index))
+        return value
+    index = parameters.at(int(m[3] or "0", 16) + byte)
+    return NUMBER if index is None else parameter(index)
+
+
+def _operand(text: str, parameters: Parameters) -> Operand:
+    if "c[" in text or "cx[" in text:
+        return _constant(text, parameters)
+    m = _REGISTER.search(text)
+    return m[1] + m[2] if m else NUMBER
+
+
+def _run(first: str, count: int) -> list[str]:
+    kind, number = re.fullmatch(r"(U?R)(\d+)", first).groups()
+    return [f"{kind}{int(number) + i}" for i in range(count)]
+
+
+def _address(memory: str) -> tuple[Operand, ...]:
+    """The registers of a memory operand, both halves of a pair; the descriptor before it is no part of the address."""
+    inside = memory[memory.rindex("[") + 1 :]
+    out: list[Operand] = []
+    for kind, number in _REGISTER.findall(inside):
+        pair = f"{kind}{number}.64" in inside or (kind == "UR" and ".64" not in inside)
+        out += _run(kind + number, 2 if pair else 1)
+    return tuple(out) or (NUMBER,)
+
+
+def _width(parts: list[str]) -> int:
+    """Registers that one result fills."""
+    base = parts[0]
+    if base == "CS2R":
+        return 1 if "32" in parts else 2
+    if base == "LDSM":
+        return 4 if "4" in parts else 2 if "2" in parts else 1
+    if {"128", "256"} & set(parts) or base.endswith("MMA"):
+        return 4  # the 256-bit loads name two results of four
+    wide = {"64", "WIDE", "F64"} & set(parts) or re.match(r"D(?:ADD|MUL|FMA)|F(?:ADD|MUL|FMA)2", base)
+    return 2 if wide else 1
+
+
+def _access(inst: Inst, parts: list[str], memory: list[str]) -> Access | None:
+    """The access to global memory, if any; sets the doubt of a memory instruction that is not known."""
+    base, kind = parts[0], _KINDS.get(parts[0])
+    if base == "CCTL":
+        prefetched = {"PF1": "load", "PF1.5": "load", "PF2": "prefetch"}
+        kind = next((prefetched[p] for p in parts if p in prefetched), None)
+        if kind is None:
+            return None
+    if kind is None:
+        if base in ("TEX", "TLD", "TLD4", "SULD", "SUST", "SURED", "SUATOM") or (
+            memory and not _ON_CHIP.fullmatch(base)
+        ):
+            inst.doubt = "a memory instruction that the checker does not know"
+        return None
+    if kind == "copy":
+        ends = [p for p in parts if p in ("S", "G")]
+        if ends == ["S", "S"]:
+            return None
+        if ends not in (["S", "G"], ["G", "S"]):
+            inst.doubt = "a bulk copy between spaces that the checker does not know"
+            return None
+        kind = "load" if ends[1] == "G" else "store" if base == "UBLKCP" else "atomic"
+        memory = memory[ends.index("G") :]
+    elif base == "LDGSTS":
+        memory = memory[1:]
+    elif base.startswith("UTMA"):  # descriptor, coordinates and shared address: which is which differs by instruction
+        return Access(kind, tuple(o for m in memory for o in _address(m)))
+    if not memory:
+        inst.doubt = "no address where the checker expects one"
+        return None
+    return Access(kind, _address(memory[0]), coherent="CONSTANT" not in parts)
+
+
+def _moves(inst: Inst, parts: list[str], operands: list[str], parameters: Parameters) -> tuple[Move, ...]:
+    """What the result registers become."""
+    base = parts[0]
+    if base == "STL":
+        m = _STACK.fullmatch(operands[0])
+        values = _run(o, _width(parts)) if isinstance(o := _operand(operands[1], parameters), str) else [NUMBER]
+        slots = [f"stack{int(m[1] or '0', 16) + 4 * i}" if m else "local memory" for i in range(len(values))]
+        return tuple(Move(s, (v,) if m else (v, s), either=not m) for s, v in zip(slots, values, strict=True))
+    first = next((i for i, o in enumerate(operands) if not _PREDICATE.match(o)), None)
+    if first is None or _NO_RESULT.fullmatch(base) or not re.fullmatch(r"U?R\d+(?:\.reuse)?", operands[first]):
+        return ()
+    results = _run(operands[first].partition(".")[0], _width(parts))
+    if "256" in parts and re.fullmatch(r"U?R\d+", operands[first + 1]):
+        results += _run(operands[first + 1], 4)
+    rest = operands[first + 1 :]
+    if base in ("LDC", "ULDC", "LDCU"):
+        return tuple(Move(r, (_constant(rest[0], parameters, 4 * i),)) for i, r in enumerate(results))
+    if base == "LDL":
+        m = _STACK.fullmatch(rest[0])
+        slots = [f"stack{int(m[1] or '0', 16) + 4 * i}" if m else "local memory" for i in range(len(results))]
+        return tuple(Move(r, (s,)) for r, s in zip(results, slots, strict=True))
+    if inst.access:
+        return tuple(Move(r, (LOAD,)) for r in results)
+    if base in _ON_CHIP_LOADS:
+        sources: tuple[Operand, ...] = (origin(LOADED),)
+    elif inst.doubt:
+        sources = (origin(UNKNOWN),)
+    elif base in _SELECTS:
+        return tuple(Move(r, tuple(_operand(o, parameters) for o in rest[:2]), either=True) for r in results)
+    elif _FLOAT.fullmatch(base):
+        sources = (NUMBER,)
+    else:
+        sources = tuple(_operand(o, parameters) for o in rest) or (NUMBER,)
+    return tuple(Move(r, sources) for r in results)
+
+
+def _control(inst: Inst, parts: list[str], operands: list[str], rest: str) -> None:
+    """Set where control goes after a jump, an exit or a call."""
+    base = parts[0]
+    conditions = [o for o in operands if _PREDICATE.match(o) and o not in ("PT", "UPT")]
+    if base in ("BRA", "JMP", "BRX", "BRXU", "JMX", "JMXU", "CALL"):
+        listed = re.search(r"BRANCH_TARGETS\s+([^\"*]*)", rest)
+        direct = operands[-1] if operands and not base.startswith(("BRX", "JMX")) else ""
+        inst.targets = tuple(_TARGET.findall(listed[1] if listed else direct))
+        inst.falls = False
+        if not inst.targets:
+            inst.doubt = "the targets of the jump are not known"
+    elif base in ("EXIT", "RET", "KILL") or (base == "BPT" and "TRAP" in parts):
+        inst.falls, inst.exits = False, base == "EXIT"
+    elif base == "WARPSYNC" and _TARGET.search(rest):
+        inst.targets = tuple(_TARGET.findall(rest))
+        return
+    else:
+        return
+    if conditions and inst.guard is None and len(conditions) == 1 and not {"DIV", "CONV", "ANY"} & set(parts):
+        m = _PREDICATE.match(conditions[0])
+        inst.guard = m[2], not m[1]
+    elif conditions or {"DIV", "CONV", "ANY"} & set(parts):
+        inst.loose = True
+    inst.falls = inst.guard is not None or inst.loose
+
+
+def _instruction(m: re.Match, source: str, parameters: Parameters) -> Inst:
+    at, negated, predicate, op, rest = int(m[1], 16), bool(m[2]), m[3], m[4], m[5]
+    inst = Inst(at, op, m[0].split("*/", 1)[1].strip(" ;"), source)
+    if predicate in ("PT", "UPT"):
+        if negated:
+            return inst  # never executed
+    elif predicate:
+        inst.guard = predicate, not negated
+    parts, operands = op.split("."), _split(rest)
+    _control(inst, parts, operands, rest)
+    inst.access = _access(inst, parts, [o for o in operands if "[" in o and not re.match(r"[-|~]*cx?\[", o)])
+    syncs = {"ACQBULK": "wait", "PREEXIT": "trigger", "BAR": "barrier"}
+    inst.sync = frozenset({syncs[parts[0]]} if parts[0] in syncs else ())
+    inst.moves = _moves(inst, parts, operands, parameters)
+    if parts[0] in ("R2P", "R2UP"):
+        inst.writes = tuple(f"{'U' * (parts[0] == 'R2UP')}P{i}" for i in range(8))
+    elif not inst.targets and not inst.exits:
+        inst.writes = tuple(p[2] for o in operands if (p := _PREDICATE.match(o)) and not p[2].endswith("PT"))
+    return inst
+
+
+def _converge(insts: list[Inst], edges: list[list[Edge]], labels: dict[str, int]) -> None:
+    """Send every BSYNC to the targets of the BSSYs that reach it; one that none reaches becomes a doubt."""
+    opens = {i: inst.text.replace(",", " ").split() for i, inst in enumerate(insts) if inst.op.split(".")[0] == "BSSY"}
+    closes = {i: inst.text.split()[-1] for i, inst in enumerate(insts) if inst.op.split(".")[0] == "BSYNC"}
+    barriers = {i: next(w for w in words if re.fullmatch(r"B\d+", w)) for i, words in opens.items()}
+    for i in closes:
+        edges[i] = [e for e in edges[i] if insts[i].guard]
+    grown = True
+    while grown:
+        grown = False
+        for start, name in barriers.items():
+            to = Edge(labels[_TARGET.findall(insts[start].text)[-1]])
+            seen, todo = set(), [e.to for e in edges[start]]
+            while todo:
+                i = todo.pop()
+                if i in seen or barriers.get(i) == name:
+                    continue
+                seen.add(i)
+                if closes.get(i) == name:
+                    if to not in edges[i]:
+                        edges[i].append(to)
+                        grown = True
+                else:
+                    todo += [e.to for e in edges[i]]
+    for i in closes:
+        if not edges[i]:
+            insts[i].doubt = "no BSSY reaches this convergence barrier"
+
+
+def _calls(insts: list[Inst], edges: list[list[Edge]]) -> None:
+    """Step over calls of helpers that touch no global memory and order nothing; any other call becomes a doubt."""
+    for i, inst in enumerate(insts):
+        if inst.op.split(".")[0] != "CALL" or inst.doubt:
+            continue
+        seen, todo = set(), [e.to for e in edges[i] if e.to != i + 1]
+        while todo:
+            j = todo.pop()
+            if j not in seen:
+                seen.add(j)
+                todo += [e.to for e in edges[j]]
+        if any(insts[j].access or insts[j].sync or insts[j].exits or insts[j].doubt for j in seen):
+            inst.doubt = "the call is not followed"
+        edges[i] = [Edge(i + 1)]
+
+
+def read(sass: str, symbol: str, parameters: Parameters) -> Program:
+    """The Program of one function: of a whole cubin's text, or of text that is nothing but the function.
+
+    Raises Unreadable if it is not there or a line is not understood.
+    """
+    insts: list[Inst] = []
+    labels: dict[str, int] = {}
+    inside, source = ".text." not in sass, ""
+    for line in sass.splitlines():
+        if line.startswith((".text.", "\t.section", "//-----")):
+            inside = line.strip() == f".text.{symbol}:"
+        elif not inside:
+            continue
+        elif m := _INST.match(line):
+            labels[f"{int(m[1], 16):#x}"] = len(insts)
+            insts.append(_instruction(m, source, parameters))
+        elif m := _LABEL.match(line):
+            labels[m[1]] = len(insts)
+        elif m := _LINE.match(line):
+            source = f"{m[1]}:{m[2]}"
+        elif "/*" in line and ";" in line:
+            raise Unreadable(f"SASS line {line.strip()!r} is not understood")
+    if not insts:
+        raise Unreadable(f"the disassembly has no function {symbol}")
+    edges = link(insts, labels)
+    _converge(insts, edges, labels)
+    _calls(insts, edges)
+    first = insts[0].at
+    for inst in insts:
+        inst.at -= first
+    return Program("SASS", insts, edges, ordered=True)

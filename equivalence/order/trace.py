@@ -1,0 +1,133 @@
+"""Follow addresses from kernel parameters through registers, to a fixed point."""
+
+from collections.abc import Iterator
+
+from .program import LOAD, Access, Edge, Inst, Literal, Move, Operand, Program, solve
+from .values import LOADED, UNSET, Value, join, loaded, merge, origin
+
+
+def addresses(program: Program) -> dict[int, Value]:
+    """The value of the address of every access, by index of the instruction."""
+    find = _in_order if program.ordered else _by_name
+    return dict(find(program))
+
+
+def _read(registers, operands: tuple[Operand, ...]) -> Value:
+    value = None
+    for operand in operands:
+        one = operand if isinstance(operand, frozenset) else registers.get(operand, UNSET)
+        value = one if value is None else merge(value, one)
+    return UNSET if value is None else value
+
+
+def _address(registers, access: Access) -> Value:
+    return _read(registers, access.address)
+
+
+def _moved(registers, inst: Inst, move: Move) -> Value:
+    if LOAD in move.operands:
+        return loaded(_address(registers, inst.access)) if inst.access else origin(LOADED)
+    if move.either:
+        value = UNSET
+        for operand in move.operands:
+            value = join(value, _read(registers, (operand,)))
+        return value
+    return _read(registers, move.operands)
+
+
+def _by_name(program: Program) -> Iterator[tuple[int, Value]]:
+    """One value per register, the union over all its assignments."""
+    registers: dict[str, Value] = {}
+    grown = True
+    while grown:
+        grown = False
+        for inst in program:
+            for move in inst.moves:
+                old = registers.get(move.into, UNSET)
+                new = join(old, _moved(registers, inst, move))
+                if new != old:
+                    registers[move.into] = new
+                    grown = True
+    for i, inst in enumerate(program):
+        if inst.access:
+            yield i, _address(registers, inst.access)
+
+
+class _State:
+    """Registers at one point. `under` holds what a register is if a predicate has the given value.
+
+    Without `under`, a register that is written and read under one guard would also be read as what it held before,
+    and nearly every predicated load would look untraceable.
+    """
+
+    __slots__ = ("registers", "under")
+
+    def __init__(self, registers: dict[str, Value], under: dict[Literal, dict[str, Value]]):
+        self.registers, self.under = registers, under
+
+    def __eq__(self, other) -> bool:
+        return self.registers == other.registers and self.under == other.under
+
+    __hash__ = None
+
+    def copy(self) -> "_State":
+        return _State(dict(self.registers), {k: dict(v) for k, v in self.under.items()})
+
+    def seen(self, guard: Literal | None) -> dict[str, Value]:
+        """The registers as an instruction under this guard reads them."""
+        special = self.under.get(guard)
+        return {**self.registers, **special} if special else self.registers
+
+    def write(self, name: str, value: Value, guard: Literal | None) -> None:
+        if guard is None:
+            self.registers[name] = value
+            for special in self.under.values():
+                special.pop(name, None)
+            return
+        opposite = guard[0], not guard[1]
+        kept = self.under.get(opposite, {}).get(name, self.registers.get(name, UNSET))
+        self.under.setdefault(guard, {})[name] = value
+        self.under.setdefault(opposite, {})[name] = kept
+        self.registers[name] = join(value, kept)
+
+    def forget(self, predicate: str) -> None:
+        self.under.pop((predicate, True), None)
+        self.under.pop((predicate, False), None)
+
+
+def _step(inst: Inst, state: _State) -> _State:
+    """Changes the state in place."""
+    if inst.moves or inst.writes:
+        seen = state.seen(inst.guard)
+        made = [(move.into, _moved(seen, inst, move)) for move in inst.moves]
+        for name, value in made:
+            state.write(name, value, inst.guard)
+        for name in inst.writes:
+            state.forget(name)
+    return state
+
+
+def _enter(edge: Edge, state: _State) -> _State:
+    special = state.under.get(edge.when)
+    return _State({**state.registers, **special}, state.under) if special else state
+
+
+def _meet(a: _State, b: _State) -> _State:
+    registers = dict(a.registers)
+    for name, value in b.registers.items():
+        registers[name] = join(registers[name], value) if name in registers else value
+    under = {}
+    for guard in a.under.keys() & b.under.keys():
+        left, right = a.under[guard], b.under[guard]
+        both = {n: join(left[n], right[n]) for n in left.keys() & right.keys()}
+        if both:
+            under[guard] = both
+    return _State(registers, under)
+
+
+def _in_order(program: Program) -> Iterator[tuple[int, Value]]:
+    """Registers followed in execution order, for code that reuses them."""
+    for i, state in solve(program, _State({}, {}), _step, _meet, _enter, _State.copy):
+        inst = program.insts[i]
+        if inst.access:
+            yield i, _address(state.seen(inst.guard), inst.access)
