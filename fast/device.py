@@ -56,20 +56,6 @@ def warp_sum(x: Float32, lanes: int = WARP) -> Float32:
     return cute.arch.warp_reduction_sum(x, threads_in_group=lanes)
 
 
-def block_sum(x: Float32, partial: cute.Tensor) -> Float32:
-    """Sum over the CTA; every thread gets it. `partial` is fp32 shared memory, one element per warp, used once."""
-    thread, _, _ = cute.arch.thread_idx()
-    total = warp_sum(x)
-    if cute.size(partial) == 1:
-        return total
-    partial[thread // WARP] = total  # every lane of a warp writes the same value
-    cute.arch.sync_threads()
-    total = Float32(0.0)
-    for warp in range(cute.size(partial)):
-        total += partial[warp]
-    return total
-
-
 def sigmoid(x: Float32) -> Float32:
     """1 / (1 + exp(-x)): exp to 2 ulp, reciprocal to 1 ulp. 0 and 1 at the infinities, NaN for NaN."""
     return cute.arch.rcp_approx(1.0 + cute.math.exp(-x))

@@ -10,8 +10,9 @@ import torch
 from cutlass import Float32
 from cutlass.memory import SmemAllocator
 
+import fast
 import fast.kernel as kernel_module
-from fast.device import WARP, block_sum, load, load_weight, span, store, to_f32
+from fast.device import WARP, load, load_weight, span, store, to_f32, warp_sum
 from fast.kernel import ARCHS, Arg, Kernel, launch, pick
 from reference.stage import STAGES, ContractError, Role, Stage, Twin, activation, output, weight
 
@@ -29,7 +30,11 @@ def scale_kernel(mW: cute.Tensor, mX: cute.Tensor, mCount: cute.Tensor, mY: cute
     w = load_weight(span(mW, thread * 2, 2))
     cute.arch.griddepcontrol_wait()
     x = to_f32(load(span(mX, row * mX.stride[0] + thread * 2, 2)))
-    total = block_sum(x[0] + x[1], partial)
+    partial[thread // WARP] = warp_sum(x[0] + x[1])
+    cute.arch.sync_threads()
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(WARPS):
+        total += partial[i]
     y = cute.make_rmem_tensor(2, Float32)
     y.store(w.load() * x.load() * (c / total))
     store(span(mY, row * N + thread * 2, 2), y)
@@ -215,6 +220,13 @@ def test_scratch_is_zeroed_once_and_private(monkeypatch):
     assert kernel_module._bind(one, one.args[2], {}, cpu) is first
     with pytest.raises(RuntimeError, match="three has no scratch yet; launch it once before capturing"):
         kernel_module._bind(made(name="three"), one.args[2], {}, cpu)
+
+
+def test_production_kernels_have_names_of_their_own():
+    """A report names kernels, so two variants never share a name; every one takes part in PDL."""
+    kernels = fast.production_kernels((1, 64))
+    assert len({k.name for k in kernels}) == len(kernels) > 8
+    assert all(k.pdl for k in kernels)
 
 
 def check_scaled(args: dict[str, torch.Tensor]) -> None:
