@@ -1,0 +1,1 @@
+"""The engine that proves the twins equal to the law: comparison, lockstep and free running, bisection, ordering."""

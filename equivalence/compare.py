@@ -1,0 +1,152 @@
+"""How equal is equal: a twin's error against `exact`, judged by the error the fused reference makes on that activation.
+
+For every tensor, in this order: (a) non-finite values stand at the same places as the reference's; (b) the root mean
+square (RMS) error of each row is at most `rms` times the reference's on that row; (c) each element is within half a
+unit in the last place (ULP) of the storage dtype, plus `element` times the reference's RMS error on its row; (d) over
+a run the RMS error is at most `pooled` times the reference's. (b), (c) and (d) add a floor. Nothing here waits for the
+device.
+
+Where the numbers come from.
+Floor, 16 x 2^-24 of the row's RMS: what approximate fp32 instructions may add to a whole row at once, where the
+reference is exact by luck: ex2.approx 2^-22 (4 units of 2^-24), rounding its argument, |x| <= 5 (5), rcp.approx 2^-23
+(2), rsqrt.approx 2^-22.9 (2.2), three fp32 roundings at 2^-24 or less (3).
+bf16: a twin that keeps the production rounding points rounds nearly every element as the reference does: ratio 1. One
+rounding more makes it sqrt(2). Per row 2 (noise of a short row, and three roundings more are too many); over a run
+the midpoint in power between none and one, sqrt(1.5). Per element 3: rounding errors are uniform, their maximum is
+sqrt(3) times their RMS, and half a ULP comes on top.
+fp32: an elementary operation of the reference is within half a ULP, 0.29 in RMS; ex2.approx and rsqrt.approx are
+within 2: ratio 2 / 0.29 = 7, so 8. Another order of summation has errors of the same law. Per element 3 x 8.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FLOOR = 16 * 2.0**-24
+NARROW = 64  # rows with fewer elements are no sample: their errors are pooled over the tensor and its layers
+SAMPLE = 2048  # elements from which (d) is judged: the ratio of two such RMS errors is known to about 2 %
+SLOPE = 0.25  # halfway between errors that grow like the reference's (0) and a bias against a random walk (1/2)
+DIGITS = {torch.bfloat16: 8, torch.float32: 24}  # significant bits
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Multiples of the reference's RMS error that a twin may show: per row, per element, over a run."""
+
+    rms: float
+    element: float
+    pooled: float
+
+
+BOUNDS = {torch.bfloat16: Bounds(2.0, 3.0, 1.5**0.5), torch.float32: Bounds(8.0, 24.0, 8.0)}
+
+
+def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half the spacing of `dtype` (bf16 or fp32) at the float64 values x, subnormals included."""
+    power = (x.contiguous().view(torch.int64) & 0x7FF0000000000000).view(torch.float64)  # 2^floor(log2 |x|)
+    return power.clamp_min(2.0**-126) * 2.0 ** -DIGITS[dtype]
+
+
+def ulps(a: float, b: float, dtype: torch.dtype) -> float:
+    """Distance of two values in ULP of `dtype` at b; inf where only one of them is finite."""
+    pair = torch.tensor([a, b], dtype=torch.float64)
+    if not pair.isfinite().all():
+        return 0.0 if a == b or (a != a and b != b) else float("inf")
+    return float((pair[0] - pair[1]).abs() / (2 * half_ulp(pair[1:], dtype)[0]))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """E tensors of N rows. row: RMS error in units of its bound (b), [E, N], or [E, 1] for narrow rows. element: error
+    in units of its bound (c), [E, N * W], inf where (a) is broken. sums [E, 3]: squared relative errors of the twin
+    and the reference, summed over live rows, and the number of live elements. norms [E, 3]: sums of squares of twin's
+    error, reference's error, exact value."""
+
+    row: Tensor
+    element: Tensor
+    sums: Tensor
+    norms: Tensor
+
+
+def measure(twin: Tensor, ref: Tensor, exact: Tensor, live: Tensor, bounds: Bounds) -> Measured:
+    """Compare E tensors at once: twin and ref [E, N, W] in the storage dtype, exact float64, live [E, N] bool.
+
+    Rows that are not live are left out. Everything stays on the device.
+    """
+    t, r, x, live = twin.double(), ref.double(), exact.double(), live[..., None]
+    both = t.isfinite() & r.isfinite()
+    odd = live & ~(both | (t == r) | (t.isnan() & r.isnan()))
+    fine = live & both & x.isfinite()
+    t_err, r_err, x = (torch.where(fine, v, 0.0) for v in (t - x, r - x, x))
+    squares = torch.stack([v.square().sum(-1) for v in (t_err, r_err, x)])  # [3, E, N]
+    width = twin.shape[-1]
+    count = live.sum((1, 2)) * width  # [E]
+    norms = squares.sum(-1).T
+    if width < NARROW:
+        squares = squares.sum(-1, keepdim=True)  # a tensor is one row; the yardstick comes from all layers
+        total = count.sum().clamp_min(1)
+        yard = (squares[1].sum() / total).sqrt().expand(len(twin), 1)
+        t_rms, x_rms = (squares[0::2] / count.clamp_min(1)[:, None]).sqrt()
+    else:
+        t_rms, yard, x_rms = (squares / width).sqrt()
+    floor = FLOOR * x_rms
+    row = t_rms / (bounds.rms * yard + floor).clamp_min(1e-100)
+    allowed = half_ulp(x, twin.dtype) + FLOOR * x.abs() + floor[..., None]
+    allowed = allowed + torch.maximum(bounds.element * yard[..., None], r_err.abs())
+    element = torch.where(odd, torch.inf, t_err.abs() / allowed).flatten(1)
+    size = x_rms.clamp_min(1e-100).square()
+    weight = count[:, None] if width < NARROW else live[..., 0] * width
+    sums = torch.stack([(t_rms.square() / size * weight).sum(-1), (yard.square() / size * weight).sum(-1), count], -1)
+    return Measured(row, element, sums, norms)
+
+
+def pooled_ratio(sums: Tensor, bounds: Bounds) -> float:
+    """(d): RMS error of a run relative to the reference's, from the sums of `measure` added up; the floor is in it."""
+    t, r, n = sums.tolist()
+    return (t / max(r + n * (FLOOR / bounds.pooled) ** 2, 1e-300)) ** 0.5 if n else 0.0
+
+
+def slope(curve: Tensor) -> tuple[float, float] | None:
+    """How the twin's error drifts from the reference's: (slope, last ratio), or None below 64 tokens.
+
+    curve [tokens, 2]: relative RMS error of twin and reference. Their ratio is taken over the windows of 8-15, 16-31,
+    32-63 ... tokens, and a line is fitted to log2(ratio) over log2(token).
+    """
+    ratios = []
+    for k in range(3, len(curve).bit_length()):
+        part = curve[1 << k : min(2 << k, len(curve))].double()
+        if len(part) < 1 << (k - 1):
+            break
+        t, r = part.square().mean(0).sqrt().tolist()
+        ratios.append(max(t, FLOOR / 16) / max(r, FLOOR / 16))
+    if len(curve) < 64:
+        return None
+    y = torch.tensor(ratios, dtype=torch.float64).log2()
+    x = torch.arange(len(y), dtype=torch.float64)
+    x = x - x.mean()
+    return float((x * y).sum() / x.square().sum()), ratios[-1]
+
+
+def drifts(curve: Tensor) -> bool:
+    """The rule on slopes: too steep, and no longer at the size of the reference's error."""
+    fit = slope(curve)
+    return fit is not None and fit[0] > SLOPE and fit[1] > 1.5**0.5
+
+
+def routes(twin: Tensor, ref: Tensor, scores: Tensor, slack: Tensor) -> tuple[Tensor, Tensor]:
+    """Expert sets of a twin against the reference's: (differs [T], illegal [T]), both bool.
+
+    twin, ref [T, A] expert ids; scores [T, E] float64, what experts are chosen by; slack [T]: how wrong a score may
+    be. A set is legal if its members exist, differ, and none scores lower than the cut by more than twice the slack
+    (the score that left may be too low, the one that came too high). A tie is legal in both readings.
+    """
+    experts = scores.shape[-1]
+    exists = ((twin >= 0) & (twin < experts)).all(-1)
+    safe = twin.long().clamp(0, experts - 1)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, safe, True)
+    wanted = torch.zeros_like(chosen).scatter(-1, ref.long(), True)
+    distinct = chosen.sum(-1) == twin.shape[-1]
+    cut = scores.gather(-1, ref.long()).amin(-1)
+    lowest = scores.gather(-1, safe).amin(-1)
+    return (chosen != wanted).any(-1) | ~exists, ~exists | ~distinct | (cut - lowest > 2 * slack)
