@@ -83,7 +83,7 @@ def prepare(model: Model, prompts: Sequence[Sequence[int]], steps: int, device: 
         requests.append(state.open())
         last.append(int(decoder.prefill(requests[-1], prompt).act["tokens"]))
     for r in requests:
-        state.reserve(r, r.length + steps)
+        state.reserve((r, r.length + steps))
     state.poison(keep=requests)
     trial = Decoder(model, state.clone())
     running, tokens = [Request(r.slot, list(r.pages), r.length) for r in requests], [last]

@@ -69,12 +69,15 @@ class DecodeState:
                 t[request.slot] = 0
         return request
 
-    def reserve(self, request: Request, length: int) -> None:
-        """Give a request the pages it needs to hold `length` tokens; all or nothing."""
-        missing = -(-length // self.page_size) - len(request.pages)
-        if missing > len(self.free_pages):
-            raise ContractError(f"{missing} pages wanted for {length} tokens, {len(self.free_pages)} free")
-        request.pages += [self.free_pages.pop() for _ in range(missing)]
+    def reserve(self, *wanted: tuple[Request, int]) -> None:
+        """Give each request the pages it needs to hold that many tokens; all or nothing."""
+        missing = [max(0, -(-length // self.page_size) - len(request.pages)) for request, length in wanted]
+        if sum(missing) > len(self.free_pages):
+            raise ContractError(
+                f"{sum(missing)} pages wanted for {sum(n for _, n in wanted)} tokens, {len(self.free_pages)} free"
+            )
+        for (request, _), pages in zip(wanted, missing, strict=True):
+            request.pages += [self.free_pages.pop() for _ in range(pages)]
 
     def close(self, request: Request) -> None:
         self.free_slots.append(request.slot)
@@ -140,11 +143,10 @@ def step_index(state: DecodeState, requests: list[Request], ids: list[int], *, r
     bad = [i for i in ids if not 0 <= i < state.config.vocab]
     if bad:
         raise ContractError(f"token id {bad[0]}; allowed are 0..{state.config.vocab - 1}")
-    for r in requests:
-        state.reserve(r, r.length + new)
     pad = 0 if prefill or rows is None else rows - len(requests)
     if pad < 0:
         raise ContractError(f"{len(requests)} requests do not fit into {rows} rows")
+    state.reserve(*((r, r.length + new) for r in requests))
     width = max(len(r.pages) for r in requests)
     table = [r.pages + [0] * (width - len(r.pages)) for r in requests] + [[0] * width] * pad
     positions = [r.length + i for r in requests for i in range(new)]

@@ -1,0 +1,127 @@
+"""The command line: check, bisect, order, generate, bench, test, doctor.
+
+Exit codes: 0 equal (or fine), 1 disagreement, 2 could not judge.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+from .common import DEVICE, DISAGREEMENT, EQUAL, JSON, MODEL, PROMPTS, UNJUDGED, console, one_line, out, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+
+
+@app.command()
+def check(
+    model: str = MODEL, prompts: str = PROMPTS, tokens: int = typer.Option(None, help="Decoded tokens per prompt."),
+    swap: str = typer.Option("", help="Which implementation serves what: STAGE=IMPLEMENTATION[@LAYERS], ..."),
+    fault: list[str] = typer.Option([], help="Inject a fault: NAME@LAYER (see equivalence/faults.py)."),
+    follow: str = typer.Option("reference", help="Trajectory: reference (kernel error) or twin (errors accumulate)."),
+    order: bool = typer.Option(True, help="Also prove the ordering of every kernel for all targets."),
+    device: str = DEVICE, json: str = JSON,
+):  # fmt: skip
+    """Do the twins equal the reference on real prompts? One verdict, per layer and stage."""
+    with one_line():
+        from .check import run
+
+        result = run(model, prompts, tokens, swap, fault, follow, order, device)
+        write_json(result.as_dict(), json)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def bisect(
+    model: str = MODEL, prompts: str = PROMPTS, steps: int = typer.Option(32, min=1, help="Decoded tokens per run."),
+    on: str = typer.Option("outputs", help="What is watched: outputs or state."),
+    swap: str = typer.Option("", help="The serving under suspicion: STAGE=IMPLEMENTATION[@LAYERS], ..."),
+    fault: list[str] = typer.Option([], help="Inject a fault: NAME@LAYER (see equivalence/faults.py)."),
+    device: str = DEVICE, json: str = JSON,
+):  # fmt: skip
+    """Which layer and stage makes a model run leave the reference? Finds it by swapping twins."""
+    with one_line():
+        from . import bisect as command
+
+        found = command.run(model, prompts, steps, on, swap, fault, device)
+        write_json(found.as_dict(), json)
+    raise typer.Exit({"equal": EQUAL, "disagreement": DISAGREEMENT}.get(found.verdict, UNJUDGED))
+
+
+@app.command()
+def order(
+    kernel: str = typer.Option("", help="Only kernels whose name contains this."),
+    target: list[str] = typer.Option([], help="sm_90a, sm_100a, sm_103a (default: all three)."),
+    every: bool = typer.Option(False, "--all", help="Every production batch size, not one of each form."),
+    json: str = JSON,
+):  # fmt: skip
+    """Prove for every kernel and target that no load or store is reachable before the wait it depends on. No GPU."""
+    with one_line():
+        from . import order as command
+
+        result = command.run(kernel, target, every)
+        write_json(result.as_dict(), json)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def generate(
+    prompt: str = typer.Option(None, help="Text to go on from."),
+    prompt_id: str = typer.Option(None, help="A stored prompt instead."),
+    tokens: int = typer.Option(256, min=1), model: str = MODEL, device: str = DEVICE,
+    backend: str = typer.Option("latency_specialized", help="latency_specialized or reference."),
+    swap: list[str] = typer.Option([], help="[TOKEN:]STAGE=IMPLEMENTATION[@LAYERS]; from that token on."),
+    temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+    explain: bool = typer.Option(False, help="Say afterwards which twin served what, and why not."), json: str = JSON,
+):  # fmt: skip
+    """Generate text, swapping implementations between tokens."""
+    with one_line():
+        from . import generate as command
+
+        result = command.run(
+            prompt, prompt_id, tokens, model, device, backend, swap, (temperature, top_k, top_p, seed), explain,
+            quiet=json == "-",
+        )  # fmt: skip
+        write_json(result, json)
+
+
+@app.command()
+def bench(
+    stage: str = typer.Option("", help="Only stages whose name contains this."),
+    tokens: str = typer.Option("1,2,4,8,16,32,64", help="Batch sizes."),
+    save: bool = typer.Option(True, help="Write the rows to tools/bench/results/."), json: str = JSON,
+):  # fmt: skip
+    """Our twins, their peers and the memory floor, side by side on this GPU."""
+    with one_line():
+        from .bench import run
+
+        result = run(stage, [int(t) for t in tokens.split(",")], save)
+        write_json(result, json)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def test(context: typer.Context):
+    """The unit tests (pytest tests/); further arguments go to pytest."""
+    arguments = context.args or ["-n", "auto"]
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "pytest", "tests", *arguments], cwd=ROOT))
+
+
+@app.command()
+def doctor(json: str = JSON):
+    """What this machine can run, and what is missing."""
+    with one_line():
+        from .doctor import render, report
+
+        found = report()
+        if json != "-":
+            out.print(render(found))
+        write_json(found, json)
+    raise typer.Exit(UNJUDGED if found.get("missing") else EQUAL)
+
+
+__all__ = ["app", "console"]
+
+if __name__ == "__main__":
+    app()
