@@ -2,9 +2,9 @@
 
 For every tensor, in this order: (a) non-finite values stand at the same places as the reference's; (b) the root mean
 square (RMS) error of each row is at most `rms` times the reference's on that row; (c) each element is within half a
-unit in the last place (ULP) of the storage dtype, plus `element` times the reference's RMS error on its row; (d) over
-a run the RMS error is at most `pooled` times the reference's. (b), (c) and (d) add a floor. Nothing here waits for the
-device.
+unit in the last place (ULP) of the storage dtype, plus `element` times the reference's RMS error, which is that of its
+row or, on a row where the reference errs at all, of one rounding of this element if that is larger; (d) over a run the
+RMS error is at most `pooled` times the reference's. (b), (c) and (d) add a floor. Nothing here waits for the device.
 
 Where the numbers come from.
 Floor, 16 x 2^-24 of the row's RMS: what approximate fp32 instructions may add to a whole row at once, where the
@@ -69,10 +69,12 @@ class Measured:
     norms: Tensor
 
 
-def measure(twin: Tensor, ref: Tensor, exact: Tensor, live: Tensor, bounds: Bounds) -> Measured:
-    """Compare E tensors at once: twin and ref [E, N, W] in the storage dtype, exact float64, live [E, N] bool.
+def measure(
+    twin: Tensor, ref: Tensor, exact: Tensor, live: Tensor, bounds: Bounds, dtype: torch.dtype
+) -> Measured:  # fmt: skip
+    """Compare E tensors at once: twin and ref [E, N, W], exact float64, live [E, N] bool.
 
-    Rows that are not live are left out. Everything stays on the device.
+    dtype: what the tensors are stored as. Rows that are not live are left out. Everything stays on the device.
     """
     t, r, x, live = twin.double(), ref.double(), exact.double(), live[..., None]
     both = t.isfinite() & r.isfinite()
@@ -92,8 +94,9 @@ def measure(twin: Tensor, ref: Tensor, exact: Tensor, live: Tensor, bounds: Boun
         t_rms, yard, x_rms = (squares / width).sqrt()
     floor = FLOOR * x_rms
     row = t_rms / (bounds.rms * yard + floor).clamp_min(1e-100)
-    allowed = half_ulp(x, twin.dtype) + FLOOR * x.abs() + floor[..., None]
-    allowed = allowed + torch.maximum(bounds.element * yard[..., None], r_err.abs())
+    half, yard_ = half_ulp(x, dtype), yard[..., None]
+    own = torch.maximum(yard_, torch.where(yard_ > 0, half / 3**0.5, 0.0))
+    allowed = half + torch.maximum(bounds.element * own, r_err.abs()) + FLOOR * x.abs() + floor[..., None]
     element = torch.where(odd, torch.inf, t_err.abs() / allowed).flatten(1)
     size = x_rms.clamp_min(1e-100).square()
     weight = count[:, None] if width < NARROW else live[..., 0] * width
@@ -138,8 +141,8 @@ def routes(twin: Tensor, ref: Tensor, scores: Tensor, slack: Tensor) -> tuple[Te
     """Expert sets of a twin against the reference's: (differs [T], illegal [T]), both bool.
 
     twin, ref [T, A] expert ids; scores [T, E] float64, what experts are chosen by; slack [T]: how wrong a score may
-    be. A set is legal if its members exist, differ, and none scores lower than the cut by more than twice the slack
-    (the score that left may be too low, the one that came too high). A tie is legal in both readings.
+    be. A set is legal if its members exist, differ, and no expert left out scores more than twice the slack above the
+    lowest member (the one may be too high, the other too low). A tie is legal in both readings.
     """
     experts = scores.shape[-1]
     exists = ((twin >= 0) & (twin < experts)).all(-1)
@@ -147,6 +150,6 @@ def routes(twin: Tensor, ref: Tensor, scores: Tensor, slack: Tensor) -> tuple[Te
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, safe, True)
     wanted = torch.zeros_like(chosen).scatter(-1, ref.long(), True)
     distinct = chosen.sum(-1) == twin.shape[-1]
-    cut = scores.gather(-1, ref.long()).amin(-1)
+    left_out = scores.masked_fill(chosen, -torch.inf).amax(-1)
     lowest = scores.gather(-1, safe).amin(-1)
-    return (chosen != wanted).any(-1) | ~exists, ~exists | ~distinct | (cut - lowest > 2 * slack)
+    return (chosen != wanted).any(-1) | ~exists, ~exists | ~distinct | (left_out - lowest > 2 * slack)

@@ -11,15 +11,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fast.decoder import Explained
 from fast.selection import Implementation, Selection, Unit, span_refs
 from reference.decoder import Model
 from reference.moe import weigh
 from reference.numerics import exact, fused
 from reference.plan import Plan, Workspace
+from reference.stage import ContractError
 from reference.state import PAGED, DecodeState, Request
 
 from .compare import FLOOR, Bounds, routes
-from .judge import Judge, Place
+from .judge import Finding, Judge, Place
 from .lockstep import ROUTER, Scattered
 
 # Two trajectories with equal errors per step are two draws of one process: their ratio over a run is near 1. One more
@@ -75,7 +77,7 @@ class FreeRunning(Scattered):
                         self._route_law(step.layer, tensors, other, chosen)
             explained = []
             for unit in self.units(made):
-                explained.append(self.serve(unit, space))
+                explained += self._serve(unit, space)
                 if any(s.stage.name == ROUTER for s in unit.steps):
                     self._route_twin(unit, space, live, chosen)
             twin, ref, true = (s.act["vocab_logits"] for s in (space, space.ref, space.true))
@@ -85,6 +87,17 @@ class FreeRunning(Scattered):
             self.judge.flush()
         self._explained[self._last] = explained
         self.served |= {e.key: e for e in explained}
+
+    def _serve(self, unit: Unit, space: Workspace) -> list[Explained]:
+        """Serve a unit; by the law, with the reason, where its implementation turns out not to run."""
+        if unit.key not in self.refused:
+            try:
+                return [self.serve(unit, space)]
+            except (NotImplementedError, ContractError) as error:
+                if unit.implementation is None:
+                    raise
+                self.refused[unit.key] = f"{unit.implementation.name} could not run: {error}"
+        return [self.serve(Unit((step,), None, self.refused[unit.key]), space) for step in unit.steps]
 
     def _route_law(self, layer: int, tensors: dict, space: Workspace, chosen: dict) -> None:
         """Keep what the reference chose; make exact choose the same."""
@@ -145,5 +158,11 @@ class FreeRunning(Scattered):
             self.final.forbid(elsewhere, changed, lambda row, name=name: f"{name} entry {row} was changed")
         self.final.flush()
 
-    def findings(self) -> list:
+    def ledger(self) -> dict[str, int]:
+        """Choices that differ from the reference's: all of them, and those outside the error."""
+        flips, illegal = self.flips.tolist(), self.illegal.tolist()
+        names = ("experts", sum(flips[:-1]), sum(illegal[:-1])), ("tokens", flips[-1], illegal[-1])
+        return {k: v for n, f, i in names for k, v in ((f"{n} inside the error", f - i), (f"{n} outside", i))}
+
+    def findings(self) -> list[Finding]:
         return self.judge.findings() + self.final.findings()

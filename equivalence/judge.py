@@ -83,7 +83,7 @@ class _Values:
         twin, ref, exact, live = (torch.stack(list(s)) for s in zip(*samples, strict=True))
         rows = live.view(*live.shape, *[1] * (twin.ndim - 3)).expand(twin.shape[:-1]).flatten(1)
         flat = [t.reshape(len(t), -1, t.shape[-1]) for t in (twin, ref, exact)]
-        seen = measure(*flat, rows, self.bounds)
+        seen = measure(*flat, rows, self.bounds, self.dtype)
         worst, at = seen.element.max(-1)
         better = worst > self.element
         values = torch.stack([t.flatten(1).gather(1, at[:, None])[:, 0].double() for t in flat], -1)

@@ -22,7 +22,7 @@ from reference.state import DecodeState
 
 from .arena import POISON, ArenaSpace
 from .compare import BOUNDS, FLOOR, routes
-from .judge import Judge, Place
+from .judge import Finding, Judge, Place
 
 FOLLOW = ("reference", "twin")
 ROUTER = "moe.topk"
@@ -112,6 +112,7 @@ class Lockstep(Scattered):
         self.follow, self.judge = follow, Judge(state.device, capacity)
         self.twin_state: DecodeState | None = None
         self.exact_state: DecodeState | None = None
+        self._eager: dict[Plan, Workspace] = {}
         self.refused: dict[str, str] = {}  # unit key -> why its implementation could not run
         self.served: dict[str, Explained] = {}  # unit key -> the last witness
         self.legal = torch.zeros(model.config.layers, dtype=torch.int64, device=state.device)  # routes inside the error
@@ -122,11 +123,22 @@ class Lockstep(Scattered):
         if self.follow == "twin":
             self.exact_state = self.state.to(exact)
 
+    def findings(self) -> list[Finding]:
+        return self.judge.findings()
+
+    def ledger(self) -> dict[str, int]:
+        """Expert sets that differ from the reference's inside the error."""
+        return {"experts inside the error": int(self.legal.sum())}
+
     def workspace(self, made: Plan) -> Workspace:
         if made.prefill:
             return super().workspace(made)
+        if made in self._eager:
+            return self._eager[made]
         space = ArenaSpace(made, self.model.weights, self.state.tensors, fused, self.state.device)
         space.mirror = ArenaSpace(made, self.model.weights, self.twin_state.tensors, fused, self.state.device)
+        if not self.graphs:  # captured steps own a workspace for each width of the block table
+            self._eager[made] = space
         return space
 
     def run(self, made: Plan, index: dict[str, Tensor]) -> Workspace:
