@@ -72,7 +72,7 @@ def test_without_a_gpu(good):
     missing, can = judged({**good, "gpus": [], "cuda": None})
     assert missing == []
     assert can == {
-        "check": "no", "bisect": "no", "order": "partly", "generate": "partly", "bench": "no", "test": "partly",
+        "check": "no", "bisect": "no", "order": "yes", "generate": "partly", "bench": "no", "test": "partly",
         "doctor": "yes",
     }  # fmt: skip
 
@@ -93,7 +93,8 @@ def test_a_gpu_under_a_cpu_build_of_torch(good, monkeypatch):
     "name, stopped",
     [
         ("torch", {"check", "bisect", "order", "generate", "bench", "test"}),
-        ("nvidia-cutlass-dsl", {"check", "bisect", "order", "bench", "test"}),
+        ("nvidia-cutlass-dsl", {"check", "bisect", "order", "generate", "bench", "test"}),
+        ("pytest-xdist", {"test"}),
         ("pytest", {"test"}),
     ],
 )

@@ -194,7 +194,10 @@ def commands(facts: Mapping) -> dict[str, dict]:
         if needs:
             return {"can": "no", "why": f"{', '.join(needs)} missing or broken"}
         if gpu and not served:
-            return {"can": "partly" if without else "no", "why": f"{no_gpu}; {without or 'it ends with code 2'}"}
+            return {
+                "can": "partly" if without else "no",
+                "why": f"{no_gpu}; {without or 'it ends with code 2 (could not judge)'}",
+            }
         return {"can": "yes", "why": full}
 
     no_order = kernels + ["nvdisasm"] * bool(facts["nvdisasm"]["wrong"])
@@ -202,13 +205,8 @@ def commands(facts: Mapping) -> dict[str, dict]:
     return {
         "check": command(base + kernels, True, f"twins against the reference {on}", None),
         "bisect": command(base + kernels, True, f"layer by layer {on}", None),
-        "order": command(
-            base + no_order,
-            True,
-            f"static check of every kernel for {', '.join(SERVED.values())}, and the adversary {on}",
-            f"static check of every kernel for {', '.join(SERVED.values())}, without the adversary",
-        ),
-        "generate": command(base, True, f"reference and fast decoder {on}", "the reference decoder alone, on the CPU"),
+        "order": command(base + no_order, False, f"every kernel for {', '.join(SERVED.values())}; needs no GPU", None),
+        "generate": command(base + kernels, True, f"reference and twins {on}", "the reference alone, on the CPU"),
         "bench": command(
             base + kernels,
             True,
