@@ -32,6 +32,7 @@ BYTE_VALUES = 256
 _FIELDS = {"id": str, "kind": str, "note": str, "text": (str, list), "base64": str, "times": int, "max_tokens": int}
 _REQUIRED = ("id", "kind", "note")
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
+_LONG_ID = re.compile(r"long-([a-z]+)-([0-9]{1,9})-s([0-9]{1,9})")
 
 
 class PromptError(ValueError):
@@ -82,7 +83,9 @@ def load(kinds: Iterable[str] | None = None, folder: Path = FOLDER) -> list[Prom
 
 
 def get(name: str, folder: Path = FOLDER) -> Prompt:
-    """The prompt with this id. Raises PromptError with the ids of its kind where there is none."""
+    """The prompt with this id, stored or built ("long-agent-32768-s0"). Raises PromptError with the ids of its kind."""
+    if m := _LONG_ID.fullmatch(name):
+        return long_context(m[1], int(m[2]), int(m[3]))
     prompts = load(folder=folder)
     for prompt in prompts:
         if prompt.id == name:

@@ -168,6 +168,8 @@ def test_missing_folders_kinds_and_ids(tmp_path):
         load(["poem"])
     with pytest.raises(PromptError, match="no prompt 'qa-nothing'; there are qa-"):
         get("qa-nothing")
+    with pytest.raises(PromptError, match="no long context of kind 'poem'"):
+        get("long-poem-4096-s0")
 
 
 def test_other_vocabularies_are_refused():
@@ -213,7 +215,7 @@ def test_long_contexts_are_exact(kind, tokens):
     prompt = long_context(kind, tokens, seed=3)
     assert flaws(prompt, tokens) == []
     assert prompt.id == f"long-{kind}-{tokens}-s3"
-    assert long_context(kind, tokens, seed=3) == prompt
+    assert long_context(kind, tokens, seed=3) == get(prompt.id) == prompt
     assert long_context(kind, tokens, seed=4).data != prompt.data
 
 
