@@ -31,21 +31,22 @@ class ArenaSpace(Workspace):
             name: self.words[self.starts[name] :][: t.numel() * t.element_size() // 2].view(t.dtype).view(t.shape)
             for name, t in self.act.items()
         }
-        self._masks: dict[frozenset, Tensor] = {}
+        self.poison = torch.full_like(self.words, POISON)
+        self._masks: dict[tuple, Tensor] = {}
 
-    def mask(self, refs: Iterable[Ref]) -> Tensor:
-        """Which words [n] bool the buffers or columns named by `refs` lie in."""
-        key = frozenset(refs)
-        if key not in self._masks:
+    def mask(self, refs: Iterable[Ref], *, inside: bool = True) -> Tensor:
+        """Which words [n] bool lie in the buffers or columns named by `refs`, or which do not."""
+        refs = frozenset(refs)
+        if (refs, inside) not in self._masks:
             where = torch.zeros(len(self.words), dtype=torch.bool)
-            for ref in key:
+            for ref in refs:
                 t = self.act[ref.name]
                 wide = t.element_size() // 2
                 part = where[self.starts[ref.name] :][: t.numel() * wide].view(*t.shape, wide)
                 part = part if ref.cols is None else part[:, ref.cols[0] : ref.cols[1]]
                 (part if ref.rows is None else part[-ref.rows :]).fill_(True)
-            self._masks[key] = where.to(self.words.device)
-        return self._masks[key]
+            self._masks[refs, inside] = (where == inside).to(self.words.device)
+        return self._masks[refs, inside]
 
     def locate(self, word: int) -> str:
         """A word in words: buffer, row and element of it, or the guard behind a buffer."""

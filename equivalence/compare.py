@@ -77,10 +77,10 @@ def measure(
     dtype: what the tensors are stored as. Rows that are not live are left out. Everything stays on the device.
     """
     t, r, x, live = twin.double(), ref.double(), exact.double(), live[..., None]
-    both = t.isfinite() & r.isfinite()
-    odd = live & ~(both | (t == r) | (t.isnan() & r.isnan()))
-    fine = live & both & x.isfinite()
-    t_err, r_err, x = (torch.where(fine, v, 0.0) for v in (t - x, r - x, x))
+    both = (t - r) * 0 == 0  # finite, both of them
+    odd = live & ~(both | (t == r) | ((t != t) & (r != r)))
+    drop = ~(live & both & (x * 0 == 0))
+    t_err, r_err, x = ((t - x).masked_fill_(drop, 0.0), (r - x).masked_fill_(drop, 0.0), x.masked_fill(drop, 0.0))
     squares = torch.stack([v.square().sum(-1) for v in (t_err, r_err, x)])  # [3, E, N]
     width = twin.shape[-1]
     count = live.sum((1, 2)) * width  # [E]

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from .compare import BOUNDS, SAMPLE, Bounds, drifts, measure, pooled_ratio, slope, ulps
+from .lanes import Lanes
 
 NEVER = -1
+LANES = 4  # groups of tensors are independent: a captured walk judges four at a time
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Judge:
     """Collects the comparisons of a walk, and what came of all walks. capacity: tokens that the drift curves hold."""
 
     def __init__(self, device: torch.device, capacity: int = 1024):
-        self.capacity = capacity
+        self.capacity, self.lanes = capacity, Lanes(device, LANES)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self._values: dict[tuple, _Values] = {}
         self._bits: dict[tuple, _Bits] = {}
@@ -195,11 +197,12 @@ class Judge:
         for place, bounds, sample in self._samples:
             twin = sample[0]
             groups.setdefault((place.stages, place.tensor, twin.shape, twin.dtype, bounds), []).append((place, sample))
-        for key, group in groups.items():
+        for i, (key, group) in enumerate(groups.items()):
             places = tuple(p for p, _ in group)
             if (key, places) not in self._values:
                 self._values[key, places] = _Values(places, group[0][1][0], key[-1], self.capacity)
-            self._values[key, places].update([s for _, s in group], self.clock)
+            with self.lanes.lane(i):
+                self._values[key, places].update([s for _, s in group], self.clock)
         masks: dict[tuple, list] = {}
         for place, changed in self._masks:
             masks.setdefault(tuple(changed.shape), []).append((place, changed))
@@ -208,6 +211,7 @@ class Judge:
             if (shape, places) not in self._bits:
                 self._bits[shape, places] = _Bits(places, group[0][1])
             self._bits[shape, places].update([m for _, m in group], self.clock)
+        self.lanes.join()
         self._samples, self._masks = [], []
         self.clock += 1
 

@@ -7,6 +7,7 @@ other word of memory, inputs, guards, neighbours' slots and pages and the null s
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from reference.plan import Plan, Ref, Step, Workspace
 from reference.stage import ContractError, Role, bf16, f32, scatter_rows
 from reference.state import DecodeState
 
-from .arena import POISON, ArenaSpace
+from .arena import ArenaSpace
 from .compare import BOUNDS, FLOOR, routes
 from .judge import Finding, Judge, Place
+from .lanes import Lanes
 
 FOLLOW = ("reference", "twin")
 ROUTER = "moe.topk"
@@ -77,21 +79,24 @@ class Scattered(FastDecoder):
                 for step in made.steps:
                     self.execute(step, space.tensors(step), made)
             return space
-        order = row_order(made.tokens).to(self.state.device)
+        order = row_order(made.tokens, self.state.device)[0]
         return super().run(made, {name: t[order] for name, t in index.items()})
 
     def tokens(self, space: Workspace) -> Tensor:
         """The tokens of the trajectory, in the order of the requests, null rows last."""
         found = self.leader(space).act["tokens"]
-        return found[row_order(len(found)).argsort().to(found.device)]
+        return found[row_order(len(found), found.device)[1]]
 
     def leader(self, space: Workspace) -> Workspace:
         """The workspace whose tokens are decoded next."""
         return space
 
 
-def row_order(rows: int) -> Tensor:
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
+@cache
+def row_order(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A fixed permutation of a batch's rows, and its inverse."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
+    return order.to(device), order.argsort().to(device)
 
 
 class Lockstep(Scattered):
@@ -112,6 +117,7 @@ class Lockstep(Scattered):
         self.follow, self.judge = follow, Judge(state.device, capacity)
         self.twin_state: DecodeState | None = None
         self.exact_state: DecodeState | None = None
+        self.lanes = Lanes(state.device, 1)  # the exact law runs beside the fused law and the twin
         self._eager: dict[Plan, Workspace] = {}
         self.refused: dict[str, str] = {}  # unit key -> why its implementation could not run
         self.served: dict[str, Explained] = {}  # unit key -> the last witness
@@ -178,19 +184,23 @@ class Lockstep(Scattered):
         specs = {r: s.stage.by_name[n] for s in unit.steps for n, r in s.bind.items() if s.stage.by_name[n].written}
         written = [r for r in refs.values() if r in specs]
         states = [r for r in refs.values() if r.space == "state"]
+        with self.lanes.lane(0):
+            true_state = space.state if self.exact_state is None else self.exact_state.tensors
+            true_values = evaluate(unit.steps, space, exact, true_state)
         before, olds, kernels = self._serve_copy(unit, refs, states, space)
         if kernels is None:
+            self.lanes.join()
             return [self._law(step, unit, space) for step in unit.steps]
-        true_state = space.state if self.exact_state is None else self.exact_state.tensors
         ref_values = evaluate(unit.steps, space, fused, space.state)
-        true_values = evaluate(unit.steps, space, exact, true_state)
+        self.lanes.join()
         stages = tuple(s.stage.name for s in unit.steps)
 
         def place(tensor: str) -> Place:
             return Place(unit.key, ordinal, unit.steps[0].layer, stages, tensor)
 
         mirror = space.mirror
-        changed = (mirror.words != before) & ~space.mask(r for r in written if r.space == "act")
+        elsewhere = space.mask((r for r in written if r.space == "act"), inside=False)
+        changed = (mirror.words != before) & elsewhere
         self.judge.forbid(place("memory"), changed, lambda word: f"wrote {mirror.locate(word)}, which it may not")
         for ref in states:
             self._compare_state(unit, ref, specs.get(ref), space, olds[ref], ref_values, true_values, place)
@@ -214,7 +224,7 @@ class Lockstep(Scattered):
         """Run the implementation on copies: (words it found, states it found, kernels that ran or None)."""
         mirror, impl = space.mirror, unit.implementation
         inputs = space.mask(r for n, r in refs.items() if r.space == "act" and not _pure_output(unit, n))
-        before = torch.where(inputs, space.words, POISON)
+        before = torch.where(inputs, space.words, space.poison)
         mirror.words.copy_(before)
         olds = {}
         for ref in states:
