@@ -1,4 +1,4 @@
-"""Small kernels that show the shapes of ordering in fast/: the order checker's clean cases, and the text its mutants edit.
+"""Small kernels in the shapes that fast/ has: clean cases of the order checker, and the text its mutants edit.
 
 Names: m global, g tile, s shared, r registers. Every kernel obeys THE RULE of fast/kernel.py.
 """

@@ -1,1 +1,58 @@
-"""placeholder"""
+"""The static order check: which loads and stores of a kernel may run before the wait that makes them safe.
+
+A kernel launched with programmatic dependent launch (PDL) starts while its predecessors still run. What they write may
+be read, and what they read may be overwritten, only after `griddepcontrol.wait`. The compiler knows nothing of that: it
+may move a load marked non-coherent above the wait, so a kernel that is right in source can be wrong in SASS, on one
+chip and not on another. This check compiles a `fast.kernel.Kernel` for a target (no GPU needed), reads its PTX and its
+SASS, traces the address of every global access to a kernel parameter, and so to a tensor and its role.
+
+    reports = check_kernels(kernels)          # every kernel for sm_90a, sm_100a and sm_103a
+    print(*reports[0].lines(), sep="\\n")      # verdict, then one line per finding
+
+Verdicts: "proved"; "findings": a rule is broken; "unproven": something could not be followed, which is never a pass.
+Findings of severity "quality" cost time only.
+
+    R1  no non-coherent load (.nc, CONSTANT) of anything but a weight; of a weight it is a quality finding
+    R2  PTX: no load of anything but a weight is reached before the wait
+    R3  SASS: the same
+    R4  (unproven) every address is traced, every instruction understood, PTX and SASS touch the same tensors
+    R5  every path of every thread to its end passes the wait
+    R6  no store or atomic is reached before the wait
+    R7  (quality) weights are in flight before the wait, in PTX and still in SASS
+    R8  nothing is stored to a weight
+    R9  a flag or ticket that decides a branch is read with acquire, or a fence follows, before produced data is loaded;
+        no loop is left whose condition is never computed inside it
+    R10 between a store and the relaxed flag or counter that announces it stands a release or a fence
+
+Scratch counts as produced: the previous launch of the same kernel wrote it. Prefetches into L2 are free for any tensor.
+
+How it sees. Both texts become one `Program`: instructions, the paths between them, and per instruction what it moves,
+accesses and orders (`ptx`, `sass`). `values` and `trace` follow addresses to a fixed point; `paths` answers questions
+about paths: "reached before the wait" means that some path from the entry arrives without having passed a wait, under
+guards and branches, whatever the order of lines. A barrier after a wait in another warp does not count: each thread
+waits itself. `rules` asks; `check` reports; `mutate` breaks kernels on purpose, to show that each rule can fail.
+
+What it cannot see.
+- Data. A path that never runs (a branch on a value that is always true) is a path; two guards that always agree are
+  unrelated unless they are the same predicate. Both err towards a finding.
+- Pointers that come out of memory: arrays of peer pointers, pointers handed through shared memory, tensor maps of TMA.
+  These are unproven. A number loaded from memory and added to a parameter is taken as an index into that tensor.
+- Whether a role is true. A tensor declared a weight that a predecessor writes passes (R8 sees only this kernel).
+- Which tensors a flag guards. R9 and R10 ask for acquire and release at the flag; that a load belongs below the flag,
+  and was lifted above it before PTX was written, they cannot tell. Loads written with `invariant=True` or as inline
+  assembly without side effects are what compilers lift: the first is R1, the second leaves no mark in PTX.
+- Fences between proxies (generic stores read by bulk copies), bounds, races inside a CTA.
+- Other kernels. That each waits on every path (R5) is what makes waiting transitive along a chain.
+- A relaxed counter used as a work queue, without data behind it, is a false alarm of R9.
+"""
+
+from .check import TARGETS, Report, check_builds, check_kernels
+from .cubin import ToolMissing
+from .mutate import EditError, mutant
+from .program import Unreadable
+from .rules import ERROR, QUALITY, UNPROVEN, Finding
+
+__all__ = [
+    "ERROR", "QUALITY", "TARGETS", "UNPROVEN", "EditError", "Finding", "Report", "ToolMissing", "Unreadable",
+    "check_builds", "check_kernels", "mutant",
+]  # fmt: skip

@@ -3,12 +3,26 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 
 from . import cubin, ptx, sass
 from .rules import ERROR, QUALITY, RULES, UNPROVEN, Case, Finding, View
+from .values import parameters
 
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One access to global memory as the checker read it. after: the syncs that every path to it passes."""
+
+    where: str
+    kind: str
+    tensors: str
+    before_wait: bool
+    after: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -16,14 +30,13 @@ class Report:
     """verdict: "findings" if a rule is broken, "unproven" if something could not be followed, else "proved".
 
     Findings of severity "quality" (a lost prefetch) cost time, not correctness, and leave the verdict alone.
-    loads, stores: accesses to global memory that were traced, PTX and SASS together.
+    accesses: what the verdict rests on, PTX then SASS, in program order.
     """
 
     kernel: str
     target: str
     findings: tuple[Finding, ...]
-    loads: int
-    stores: int
+    accesses: tuple[Seen, ...]
 
     @property
     def verdict(self) -> str:
@@ -31,10 +44,13 @@ class Report:
         return "findings" if ERROR in severities else "unproven" if UNPROVEN in severities else "proved"
 
     def lines(self) -> list[str]:
-        head = f"{self.verdict} {self.kernel} {self.target}: {self.loads} loads, {self.stores} stores traced"
-        return [head, *map(str, self.findings)]
+        """A head line, then one line per finding."""
+        loads = sum(a.kind == "load" for a in self.accesses)
+        stores = sum(a.kind in ("store", "atomic") for a in self.accesses)
+        return [f"{self.verdict} {self.kernel} {self.target}: {loads} loads, {stores} stores", *map(str, self.findings)]
 
     def as_dict(self) -> dict:
+        """For JSON."""
         return {**asdict(self), "verdict": self.verdict}
 
 
@@ -45,16 +61,19 @@ def check(build) -> Report:
 
 def _check(build, disassembly: str) -> Report:
     kernel = build.kernel
-    parameters = cubin.parameters(build.cubin, build.symbol)
-    case = Case(
-        kernel,
-        build.target,
-        View(ptx.read(build.ptx, build.symbol)),
-        View(sass.read(disassembly, build.symbol, parameters)),
-    )
+    layout = cubin.parameters(build.cubin, build.symbol)
+    ptx_view = View(ptx.read(build.ptx, build.symbol))
+    sass_view = View(sass.read(disassembly, build.symbol, layout))
+    case = Case(kernel, build.target, ptx_view, sass_view)
     findings = [finding for rule in RULES for finding in rule(case)]
-    counts = [sum(1 for v in case.views for _ in v.accesses(*kinds)) for kinds in (("load",), ("store", "atomic"))]
-    return Report(kernel.name, build.target, _grouped(findings), *counts)
+    seen = tuple(_seen(case, view, i) for view in case.views for i in sorted(view.values))
+    return Report(kernel.name, build.target, _grouped(findings), seen)
+
+
+def _seen(case: Case, view: View, i: int) -> Seen:
+    program, names = view.program, case.names(parameters(view.values[i]))
+    after = tuple(f"{program.where(program.insts[j])} {program.insts[j].op}" for j in view.syncs[i])
+    return Seen(program.where(program.insts[i]), program.insts[i].access.kind, names, i in view.early, after)
 
 
 def _grouped(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -92,6 +111,17 @@ def _renamed(report: Report, kernel: str) -> Report:
     return replace(report, kernel=kernel, findings=tuple(replace(f, kernel=kernel) for f in report.findings))
 
 
-def check_kernels(kernels: Iterable, targets: Sequence[str] = TARGETS) -> list[Report]:
-    """Compile and check every kernel for every target: a Report each, kernel by kernel."""
-    return check_builds([kernel.compile(target) for kernel in kernels for target in targets])
+def check_kernels(kernels: Iterable, targets: Sequence[str] = TARGETS, jobs: int = 1) -> list[Report]:
+    """Compile and check every kernel for every target: a Report each, kernel by kernel.
+
+    jobs: processes to share the work (compiling takes most of it); with more than one, entries have to be functions
+    of importable modules.
+    """
+    kernels = list(kernels)
+    if jobs == 1 or len(kernels) < 2:
+        return check_builds([kernel.compile(target) for kernel in kernels for target in targets])
+    shares = [kernels[n::jobs] for n in range(jobs)]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        done = list(pool.map(check_kernels, shares, [tuple(targets)] * jobs))
+    step = len(targets)
+    return [done[n % jobs][n // jobs * step + t] for n in range(len(kernels)) for t in range(step)]

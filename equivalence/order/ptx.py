@@ -8,6 +8,7 @@ any call, becomes a doubt that the rules report.
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from .program import LOAD, Access, Inst, Literal, Move, Operand, Program, Unreadable, link
 from .values import LOADED, LOCAL, NUMBER, SHARED, UNKNOWN, Value, origin, parameter
@@ -243,8 +244,7 @@ def read(ptx: str, symbol: str) -> Program:
         for i, (kind, name, count) in enumerate(declared)
     }
     module = {
-        name: SHARED
-        for name in re.findall(r"\.shared\b[^;{}]*?([\w$]+)\s*(?:\[[^]]*\])?\s*;", text[: entry.start()])
+        name: SHARED for name in re.findall(r"\.shared\b[^;{}]*?([\w$]+)\s*(?:\[[^]]*\])?\s*;", text[: entry.start()])
     }
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.M))
     reader = _Reader(pointers, module, files)
@@ -268,7 +268,7 @@ def _body(reader: _Reader, text: str, at: int) -> None:
                 break
             reader.scopes.pop()
         elif m["loc"]:
-            reader.source = f"{reader.files.get(m['file'], m['file'])}:{m['line']}"
+            reader.source = f"{PurePath(reader.files.get(m['file'], '?')).name}:{m['line']}"
         elif m["label"]:
             reader.labels[m["label"] + reader.scopes[-1].suffix] = len(reader.insts)
         else:

@@ -39,6 +39,7 @@ class View:
     """One level of a kernel (PTX or SASS) with the answers that several rules need."""
 
     program: Program
+    reached: set[int] = field(init=False)
     values: dict[int, Value] = field(init=False)  # address of every access that is reached
 
     def __post_init__(self):
@@ -74,13 +75,15 @@ class Case:
         return self.ptx, self.sass
 
     def role(self, k: int) -> Role:
-        return self.kernel.args[k].role
+        """A parameter without an Arg counts as produced (and rule R4 reports it)."""
+        return self.kernel.args[k].role if k < len(self.kernel.args) else Role.ACTIVATION
 
     def weights(self) -> tuple[int, ...]:
         return tuple(k for k, arg in enumerate(self.kernel.args) if arg.role is Role.WEIGHT)
 
     def names(self, ks) -> str:
-        return " or ".join(self.kernel.args[k].name for k in sorted(ks))
+        args = self.kernel.args
+        return " or ".join(args[k].name if k < len(args) else f"parameter {k}" for k in sorted(ks))
 
     def finding(self, rule: str, severity: str, view: View, at: int | None, tensors, text: str) -> Finding:
         inst = view.program.insts[at] if at is not None else None
@@ -127,13 +130,13 @@ def early_loads(case: Case) -> Iterator[Finding]:
 
 
 def followed(case: Case) -> Iterator[Finding]:
-    """R4: every address is traced to parameters, every instruction is understood, both levels touch the same tensors."""
+    """R4: every address is traced, every instruction is understood, both levels touch the same tensors."""
     for view in case.views:
         for i, inst, ks in view.accesses("load", "store", "atomic"):
-            if why := untraced(view.values[i]):
+            if why := untraced(view.values[i], lambda k: case.names([k])):
                 yield case.finding("R4", UNPROVEN, view, i, ks, f"{inst.text}: the address cannot be traced: {why}")
             elif beyond := [k for k in ks if k >= len(case.kernel.args)]:
-                yield case.finding("R4", UNPROVEN, view, i, (), f"parameter {beyond[0]} has no Arg")
+                yield case.finding("R4", UNPROVEN, view, i, beyond, "the kernel has no Arg for this parameter")
         for i in sorted(view.reached):
             if doubt := view.program.insts[i].doubt:
                 yield case.finding("R4", UNPROVEN, view, i, (), f"{view.program.insts[i].text}: {doubt}")
@@ -168,7 +171,7 @@ def prefetched(case: Case) -> Iterator[Finding]:
         return
     touched, above = {}, {}
     for view in case.views:
-        for i, inst, ks in view.accesses("load", "prefetch"):
+        for i, _, ks in view.accesses("load", "prefetch"):
             for k in ks.intersection(case.weights()):
                 touched.setdefault((k, view.program.level), i)
                 if i in view.early:
@@ -244,22 +247,22 @@ def acquires(case: Case) -> Iterator[Finding]:
 def releases(case: Case) -> Iterator[Finding]:
     """R10: between a store to global memory and the relaxed atomic that announces it stands a release or a fence."""
     program = case.ptx.program
-    announces = {
+    announcing = {
         i: ks
         for i, inst, ks in case.ptx.accesses("store", "atomic")
         if (inst.access.kind == "atomic" or inst.access.order != "weak")
         and inst.access.integer
         and "release" not in inst.sync
     }
-    for i, inst, ks in case.ptx.accesses("store"):
+    for i, inst, ks in case.ptx.accesses("store") if announcing else ():
         if inst.access.order != "weak":
             continue
         after = ahead(program, [i], stop=lambda inst: "release" in inst.sync and inst.guard is None)
-        for j in sorted(announces.keys() & after):
-            if ks - announces[j]:
+        for j in sorted(announcing.keys() & after):
+            if ks - announcing[j]:
                 text = (
                     f"{program.insts[j].op} at {program.where(program.insts[j])} may announce this store "
-                    f"({case.names(announces[j])}) before it is visible: no release or fence between"
+                    f"({case.names(announcing[j])}) before it is visible: no release or fence between"
                 )
                 yield case.finding("R10", ERROR, case.ptx, i, ks, text)
                 break

@@ -5,6 +5,7 @@ convergence barrier that is not understood becomes a doubt that the rules report
 """
 
 import re
+from pathlib import PurePath
 
 from .cubin import Parameters
 from .program import LOAD, Access, Edge, Inst, Move, Operand, Program, Unreadable, link
@@ -17,13 +18,14 @@ _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)\b")
 _PREDICATE = re.compile(r"(!?)(U?P(?:\d+|T))$")
 _CONSTANT = re.compile(r"c\[(0x[0-9a-f]+)\]\[(?:(U?R\w+)(?:\.\w+)*\+?)?(-?0x[0-9a-f]+)?\]")
 _TARGET = re.compile(r"\.L_\w+|\$[\w$]+|(?<![\w+-])0x[0-9a-f]+")
+LOCAL_MEMORY = "local memory"
 _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 
 # A first register that is only read, or predicates alone as results.
 _NO_RESULT = re.compile(
     r"\w*SETP2?|U?PLOP3|FCHK|BAR|WARPSYNC|BRXU?|JMXU?|RET|NANOSLEEP|DEPBAR|USETMAXREG|R2PR?|R2B|BRA|CALL|EXIT|KILL"
 )
-_FLOAT = re.compile(r"(?!FSEL|FLO|HFMA2_MMA_IMM)(?:F|H|D[AFM]|MUFU|I2F|UF|UI2F|IMMA|[QO]MMA|BMMA)\w*")
+_FLOAT = re.compile(r"(?!FSEL|FLO)(?:F|H|D[AFM]|MUFU|I2F|UF|UI2F|IMMA|[QO]MMA|BMMA)\w*")
 _KINDS = {
     "LDG": "load", "LD": "load", "LDGSTS": "load", "LDGMC": "load", "STG": "store", "ST": "store", "ATOM": "atomic",
     "ATOMG": "atomic", "RED": "atomic", "REDG": "atomic", "REDGMC": "atomic", "UBLKCP": "copy", "UBLKRED": "copy",
@@ -132,14 +134,20 @@ def _access(inst: Inst, parts: list[str], memory: list[str]) -> Access | None:
     return Access(kind, _address(memory[0]), coherent="CONSTANT" not in parts)
 
 
+def _slots(memory: str, count: int) -> list[str]:
+    """Names for the words of local memory at an address: by offset where it is the stack pointer plus a constant."""
+    m = _STACK.fullmatch(memory)
+    return [f"stack+{int(m[1] or '0', 16) + 4 * i}" if m else LOCAL_MEMORY for i in range(count)]
+
+
 def _moves(inst: Inst, parts: list[str], operands: list[str], parameters: Parameters) -> tuple[Move, ...]:
     """What the result registers become."""
     base = parts[0]
     if base == "STL":
-        m = _STACK.fullmatch(operands[0])
-        values = _run(o, _width(parts)) if isinstance(o := _operand(operands[1], parameters), str) else [NUMBER]
-        slots = [f"stack{int(m[1] or '0', 16) + 4 * i}" if m else "local memory" for i in range(len(values))]
-        return tuple(Move(s, (v,) if m else (v, s), either=not m) for s, v in zip(slots, values, strict=True))
+        slots, stored = _slots(operands[0], _width(parts)), _operand(operands[1], parameters)
+        values = _run(stored, len(slots)) if isinstance(stored, str) else [stored] * len(slots)
+        anywhere = slots[0] == LOCAL_MEMORY  # one variable for all of it, so it only grows
+        return tuple(Move(s, (v, s) if anywhere else (v,), anywhere) for s, v in zip(slots, values, strict=True))
     first = next((i for i, o in enumerate(operands) if not _PREDICATE.match(o)), None)
     if first is None or _NO_RESULT.fullmatch(base) or not re.fullmatch(r"U?R\d+(?:\.reuse)?", operands[first]):
         return ()
@@ -150,9 +158,7 @@ def _moves(inst: Inst, parts: list[str], operands: list[str], parameters: Parame
     if base in ("LDC", "ULDC", "LDCU"):
         return tuple(Move(r, (_constant(rest[0], parameters, 4 * i),)) for i, r in enumerate(results))
     if base == "LDL":
-        m = _STACK.fullmatch(rest[0])
-        slots = [f"stack{int(m[1] or '0', 16) + 4 * i}" if m else "local memory" for i in range(len(results))]
-        return tuple(Move(r, (s,)) for r, s in zip(results, slots, strict=True))
+        return tuple(Move(r, (s,)) for r, s in zip(results, _slots(rest[0], len(results)), strict=True))
     if inst.access:
         return tuple(Move(r, (LOAD,)) for r in results)
     if base in _ON_CHIP_LOADS:
@@ -202,7 +208,7 @@ def _instruction(m: re.Match, source: str, parameters: Parameters) -> Inst:
             return inst  # never executed
     elif predicate:
         inst.guard = predicate, not negated
-    parts, operands = op.split("."), _split(rest)
+    parts, operands = op.split("."), _split(re.sub(r"\s*\(\*.*?\*\)", "", rest))
     _control(inst, parts, operands, rest)
     inst.access = _access(inst, parts, [o for o in operands if "[" in o and not re.match(r"[-|~]*cx?\[", o)])
     syncs = {"ACQBULK": "wait", "PREEXIT": "trigger", "BAR": "barrier"}
@@ -279,7 +285,7 @@ def read(sass: str, symbol: str, parameters: Parameters) -> Program:
         elif m := _LABEL.match(line):
             labels[m[1]] = len(insts)
         elif m := _LINE.match(line):
-            source = f"{m[1]}:{m[2]}"
+            source = f"{PurePath(m[1]).name}:{m[2]}"
         elif "/*" in line and ";" in line:
             raise Unreadable(f"SASS line {line.strip()!r} is not understood")
     if not insts:

@@ -13,6 +13,7 @@ Numbers have no origin. Adding a loaded number to a pointer gives that pointer, 
 parameter forgets the rest; an alternative without any parameter is an address that cannot be traced.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 Value = frozenset[frozenset[int]]
@@ -70,7 +71,7 @@ def on_chip(alternative: frozenset[int]) -> bool:
     return bool(alternative & {SHARED, LOCAL}) and not any(t >= 0 for t in alternative)
 
 
-def untraced(value: Value) -> str:
+def untraced(value: Value, name: Callable[[int], str] = str) -> str:
     """Why an address has no known parameter in some alternative; empty if every one has (or is on chip)."""
     if not value:
         return "no instruction that the checker understands sets it"
@@ -80,7 +81,7 @@ def untraced(value: Value) -> str:
         if UNKNOWN in alternative:
             return "too many alternatives"
         if any(t <= FIRST_LOADED for t in alternative):
-            through = ", ".join(str(FIRST_LOADED - t) for t in sorted(alternative) if t <= FIRST_LOADED)
-            return f"it was loaded from memory, through parameter {through}"
+            through = " or ".join(name(FIRST_LOADED - t) for t in sorted(alternative) if t <= FIRST_LOADED)
+            return f"it was loaded from memory, out of {through}"
         return "it was loaded from shared memory" if LOADED in alternative else "it starts from no parameter"
     return ""
