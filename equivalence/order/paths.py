@@ -51,8 +51,8 @@ def reached(program: Program) -> set[int]:
 
 
 def syncs_before(program: Program) -> dict[int, tuple[int, ...]]:
-    """For every access, the unguarded syncs that every path to it passes, in program order."""
-    order = [i for i, inst in enumerate(program) if inst.sync and inst.guard is None]
+    """For every access, the unguarded syncs (all but triggers) that every path to it passes, in program order."""
+    order = [i for i, inst in enumerate(program) if inst.sync - {"trigger"} and inst.guard is None]
     bit = {id(program.insts[i]): 1 << n for n, i in enumerate(order)}
     found = {}
     for i, passed in solve(program, 0, lambda inst, s: s | bit.get(id(inst), 0), lambda a, b: a & b):

@@ -10,6 +10,7 @@ S = TypeVar("S")
 
 Literal = tuple[str, bool]  # a predicate register and the value it must have
 Operand = str | Value  # a register to read, or a value known at once
+LOCAL_MEMORY = "local memory"  # all of it as one register, which only grows
 LOAD = "*"  # as an operand: what the instruction's own access yields
 
 

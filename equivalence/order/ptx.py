@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from .program import LOAD, Access, Inst, Literal, Move, Operand, Program, Unreadable, link
+from .program import LOAD, LOCAL_MEMORY, Access, Inst, Literal, Move, Operand, Program, Unreadable, link
 from .values import LOADED, LOCAL, NUMBER, SHARED, UNKNOWN, Value, origin, parameter
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
@@ -27,7 +27,6 @@ _ON_CHIP = {
     "mbarrier", "ldmatrix", "stmatrix", "mapa", "getctarank", "isspacep", "tcgen05", "wgmma", "clusterlaunchcontrol",
     "fence", "applypriority", "prefetch", "st",
 }  # fmt: skip
-LOCAL_MEMORY = "local memory"
 _SPACES = ("global", "shared", "local", "param", "const")
 
 

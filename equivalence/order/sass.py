@@ -8,8 +8,8 @@ import re
 from pathlib import PurePath
 
 from .cubin import Parameters
-from .program import LOAD, Access, Edge, Inst, Move, Operand, Program, Unreadable, link
-from .values import LOADED, NUMBER, UNKNOWN, Value, join, origin, parameter
+from .program import LOAD, LOCAL_MEMORY, Access, Edge, Inst, Move, Operand, Program, Unreadable, link
+from .values import LOADED, NUMBER, UNKNOWN, Value, origin, parameter
 
 _INST = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?)(U?P\w+)\s+)?([A-Z]\w*(?:\.\w+)*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"\s*([.$\w]+):\s*$")
@@ -18,7 +18,6 @@ _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)\b")
 _PREDICATE = re.compile(r"(!?)(U?P(?:\d+|T))$")
 _CONSTANT = re.compile(r"c\[(0x[0-9a-f]+)\]\[(?:(U?R\w+)(?:\.\w+)*\+?)?(-?0x[0-9a-f]+)?\]")
 _TARGET = re.compile(r"\.L_\w+|\$[\w$]+|(?<![\w+-])0x[0-9a-f]+")
-LOCAL_MEMORY = "local memory"
 _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 
 # A first register that is only read, or predicates alone as results.
@@ -58,10 +57,7 @@ def _constant(text: str, parameters: Parameters, byte: int = 0) -> Value:
     if not m or m[1] != "0x0":
         return origin(LOADED)
     if m[2] and m[2] not in ("RZ", "URZ"):
-        value = NUMBER
-        for index in parameters.pointers:
-            value = join(value, parameter(index))
-        return value
+        return frozenset().union(*map(parameter, parameters.pointers))
     index = parameters.at(int(m[3] or "0", 16) + byte)
     return NUMBER if index is None else parameter(index)
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
-from .program import LOAD, Access, Edge, Inst, Literal, Move, Operand, Program, solve
-from .values import LOADED, UNSET, Value, join, loaded, merge, origin
+from .program import LOAD, LOCAL_MEMORY, Edge, Inst, Literal, Move, Operand, Program, solve
+from .values import UNKNOWN, UNSET, Value, join, loaded, merge, origin
+
+NOTHING = origin(UNKNOWN)  # what a register holds that no instruction on the way has set
 
 
 def addresses(program: Program) -> dict[int, Value]:
@@ -12,21 +14,17 @@ def addresses(program: Program) -> dict[int, Value]:
     return dict(find(program))
 
 
-def _read(registers, operands: tuple[Operand, ...]) -> Value:
+def _read(registers: dict[str, Value], operands: tuple[Operand, ...]) -> Value:
     value = None
     for operand in operands:
-        one = operand if isinstance(operand, frozenset) else registers.get(operand, UNSET)
+        one = operand if isinstance(operand, frozenset) else registers.get(operand, NOTHING)
         value = one if value is None else merge(value, one)
-    return UNSET if value is None else value
+    return NOTHING if value is None else value
 
 
-def _address(registers, access: Access) -> Value:
-    return _read(registers, access.address)
-
-
-def _moved(registers, inst: Inst, move: Move) -> Value:
+def _moved(registers: dict[str, Value], inst: Inst, move: Move) -> Value:
     if LOAD in move.operands:
-        return loaded(_address(registers, inst.access)) if inst.access else origin(LOADED)
+        return loaded(_read(registers, inst.access.address))
     if move.either:
         value = UNSET
         for operand in move.operands:
@@ -37,20 +35,20 @@ def _moved(registers, inst: Inst, move: Move) -> Value:
 
 def _by_name(program: Program) -> Iterator[tuple[int, Value]]:
     """One value per register, the union over all its assignments."""
-    registers: dict[str, Value] = {}
+    registers = {move.into: UNSET for inst in program for move in inst.moves}
     grown = True
     while grown:
         grown = False
         for inst in program:
             for move in inst.moves:
-                old = registers.get(move.into, UNSET)
+                old = registers[move.into]
                 new = join(old, _moved(registers, inst, move))
                 if new != old:
                     registers[move.into] = new
                     grown = True
     for i, inst in enumerate(program):
         if inst.access:
-            yield i, _address(registers, inst.access)
+            yield i, _read(registers, inst.access.address)
 
 
 class _State:
@@ -127,7 +125,7 @@ def _meet(a: _State, b: _State) -> _State:
 
 def _in_order(program: Program) -> Iterator[tuple[int, Value]]:
     """Registers followed in execution order, for code that reuses them."""
-    for i, state in solve(program, _State({}, {}), _step, _meet, _enter, _State.copy):
+    for i, state in solve(program, _State({LOCAL_MEMORY: UNSET}, {}), _step, _meet, _enter, _State.copy):
         inst = program.insts[i]
         if inst.access:
-            yield i, _address(state.seen(inst.guard), inst.access)
+            yield i, _read(state.seen(inst.guard), inst.access.address)

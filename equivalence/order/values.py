@@ -7,7 +7,7 @@ A value is a set of alternatives; an alternative is the set of origins that were
     FIRST_LOADED-k  data read through parameter k
     SHARED, LOCAL   an address of shared or local memory
     LOADED          data read from shared memory or through an address of unknown origin
-    UNKNOWN         a value the analysis gave up on
+    UNKNOWN         whatever an instruction that is not understood made, or nothing at all
 
 Numbers have no origin. Adding a loaded number to a pointer gives that pointer, so an alternative that holds a
 parameter forgets the rest; an alternative without any parameter is an address that cannot be traced.
@@ -73,15 +73,13 @@ def on_chip(alternative: frozenset[int]) -> bool:
 
 def untraced(value: Value, name: Callable[[int], str] = str) -> str:
     """Why an address has no known parameter in some alternative; empty if every one has (or is on chip)."""
-    if not value:
-        return "no instruction that the checker understands sets it"
     for alternative in value:
         if any(t >= 0 for t in alternative) or on_chip(alternative):
             continue
         if UNKNOWN in alternative:
-            return "too many alternatives"
+            return "the checker does not understand how it is made"
         if any(t <= FIRST_LOADED for t in alternative):
             through = " or ".join(name(FIRST_LOADED - t) for t in sorted(alternative) if t <= FIRST_LOADED)
             return f"it was loaded from memory, out of {through}"
         return "it was loaded from shared memory" if LOADED in alternative else "it starts from no parameter"
-    return ""
+    return "" if value else "nothing sets it on the way"
