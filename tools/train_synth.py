@@ -94,7 +94,8 @@ def needle(r: random.Random, filler: list[str]) -> str:
 
 def runs(r: random.Random, filler: list[str]) -> str:
     unit = r.choice((r.choice(string.printable), "ab", "=-", "0 ", "\n", " ", "the ", r.choice(_NAMES) + " "))
-    return _fill(r, filler, 80) + unit * r.randrange(20, 1500) + "\n" + _fill(r, filler, 80)
+    most = 40 if len(unit) == 1 else 1500  # see train_corpus.LONGEST_RUN
+    return _fill(r, filler, 80) + unit * r.randrange(20, most) + "\n" + _fill(r, filler, 80)
 
 
 def _object(r: random.Random, depth: int):
