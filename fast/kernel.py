@@ -10,6 +10,7 @@ THE RULE for every kernel launched with PDL (reasons: reading PTX and SASS of al
 """
 
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ CUTLASS_TYPES = {
     torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32", torch.int32: "Int32",
     torch.int64: "Int64", torch.uint8: "Uint8", torch.float8_e4m3fn: "Float8E4M3FN",
 }  # fmt: skip
+TOKEN_AXES = ("T", "M")  # names of the batch axis in stages
 PDL_ATTRIBUTE, CLUSTER_ATTRIBUTE = 6, 4  # cudaLaunchAttributeID
 
 
@@ -118,7 +120,7 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Build:
-    """What a Kernel compiled to. Everything is in memory; `sass` is None without the nvdisasm package."""
+    """What a Kernel compiled to. Everything is in memory; `sass` is None without nvdisasm (package or PATH)."""
 
     kernel: Kernel
     target: str
@@ -214,7 +216,7 @@ def _nvdisasm() -> str | None:
 
     spec = importlib.util.find_spec("nvidia")
     found = [p / "cu13" / "bin" / "nvdisasm" for p in map(Path, spec.submodule_search_locations)] if spec else []
-    return next((str(p) for p in found if p.exists()), None)
+    return next((str(p) for p in found if p.exists()), None) or shutil.which("nvdisasm")
 
 
 def device_arch(device: torch.device) -> str:
@@ -244,7 +246,8 @@ def pick(twin: Twin, tensors: Mapping[str, Tensor | None], attrs: Mapping) -> tu
         low, high = twin.batch
         for spec in (s for span in twin.covers for name in span for s in STAGES[name].tensors):
             t = tensors.get(spec.name)
-            rows = t.shape[spec.axes.index("T")] if t is not None and "T" in spec.axes else low
+            tokens = next((i for i, axis in enumerate(spec.axes) if axis in TOKEN_AXES), None)
+            rows = low if t is None or tokens is None else t.shape[tokens]
             if not low <= rows <= high:
                 raise NotImplementedError(f"{twin.name}: {spec.name} has {rows} tokens; allowed are {low}..{high}")
         _picked[key] = tuple(twin.pick(**tensors, **attrs))
