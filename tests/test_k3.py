@@ -77,6 +77,18 @@ def test_a_changed_project_file_updates(tree):
     assert log(tree) == [*INSTALL, INSTALL[1]]
 
 
+@pytest.mark.skipif(not TORCH, reason="this machine has a GPU, so the launcher never asks for the CPU build")
+def test_a_gpu_takes_the_range_of_the_project(tree):
+    smi = tree.parent / "bin" / "nvidia-smi"
+    run(tree, "check")
+    smi.write_text("#!/usr/bin/env bash\necho 'GPU 0: H200'\n")
+    smi.chmod(0o755)
+    assert "updating .venv (cuda)" in run(tree, "check")[2]
+    assert log(tree)[-1] == "pip typer>=0.15,<1 ruff>=0.8"
+    smi.unlink()  # a CUDA build also serves a machine without a GPU
+    assert run(tree, "check")[2] == ""
+
+
 def test_links_and_other_folders(tree, tmp_path):
     elsewhere = tmp_path / "else where"
     elsewhere.mkdir()
