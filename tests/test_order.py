@@ -291,6 +291,11 @@ def test_equal_code_is_checked_once_and_reported_twice(monkeypatch):
     assert len(runs) == 1
 
 
+def test_processes_share_the_work():
+    kernels = order_kernels.KERNELS[:2]
+    assert check_kernels(kernels, ("sm_103a",), jobs=2) == [r for r in clean_reports() if r.target == "sm_103a"][:2]
+
+
 def test_no_disassembler_is_no_pass(monkeypatch):
     monkeypatch.setattr(cubin, "find_spec", lambda name: None)
     monkeypatch.setattr(cubin.shutil, "which", lambda name: None)

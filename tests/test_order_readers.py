@@ -60,6 +60,7 @@ SPIN = "{ .reg .pred P1; AGAIN: mbarrier.try_wait.parity.shared.b64 P1, [%r2], 0
         (f"@%p1 {WAIT} @!%p1 {LOAD} ret;", True),
         (f"@%p1 {WAIT} @!%p1 bra L; {LOAD} L: ret;", False),
         (f"@%p1 {WAIT} setp.eq.b32 %p1, %r1, 0; @%p1 {LOAD} ret;", True),
+        (f"@%p1 {WAIT} barrier.red.or.pred %p1, 0, %p2; @%p1 {LOAD} ret;", True),
         (f"@%p1 {WAIT} @!%p1 {WAIT} {LOAD} ret;", False),
         (f"{SPIN} {SPIN} {WAIT} {LOAD} ret;", False),
         (f"{SPIN} {LOAD} {SPIN} {WAIT} ret;", True),
@@ -129,6 +130,7 @@ def test_generic_access_to_shared_memory_is_not_global():
         ("multimem.ld_reduce.relaxed.sys.global.add.f32 %f1, [%rd1]", "load", True),
         ("prefetch.global.L1 [%rd1]", "load", True),
         ("prefetch.global.L2 [%rd1]", "prefetch", True),
+        ("prefetch.global.L2::evict_last [%rd1]", "prefetch", True),
         ("cp.async.bulk.prefetch.L2.global [%rd1], %r1", "prefetch", True),
         ("st.global.b32 [%rd1], %r1", "store", True),
         ("st.release.sys.global.b32 [%rd1], %r1", "store", True),
@@ -177,6 +179,9 @@ def test_damaged_text_is_refused():
         ptx.read(".entry k() { ret; }", "other")
     with pytest.raises(Unreadable, match=r"PTX line 3: cannot read 'bra \$L'"):
         ptx.read(".entry k()\n{ ret;\nbra $L\n", "k")
+    for short in (".entry k(.param .b64 a", ".entry k(.param .b64 a)", ".entry k()\n{ ld.global.b32 %r1; }"):
+        with pytest.raises(Unreadable, match=r"the PTX breaks off in the parameters of k|PTX line 2: cannot read"):
+            ptx.read(short, "k")
     with pytest.raises(Unreadable, match=r"jumps to \$L, which is not in this function"):
         ptx.read(".entry k()\n{ bra $L; }", "k")
     with pytest.raises(Unreadable, match="the disassembly has no function k"):
@@ -214,6 +219,8 @@ STG = "STG.E desc[UR4][R2.64], R0"
         (["LDC.64 R2, c[0x0][0x380]", "@P0 LDC.64 R2, c[0x0][0x388]", "ISETP.NE.AND P0, PT, R5, RZ, PT", "@P0 " + STG],
          {0, 1}),
         (["LDC.64 R2, c[0x0][0x380]", "@P0 LDC.64 R2, c[0x0][0x388]", "R2P PR, R5, 0x7f", "@P0 " + STG], {0, 1}),
+        (["LDC.64 R2, c[0x0][0x380]", "CALL.REL.NOINC `($helper)", "IADD.64 R2, R2, c[0x0][0x388]", STG, "EXIT",
+          "$helper:", "MOV R2, R4", "MOV R3, R5", "RET.REL.NODEC R4 `(k)"], {1}),
         (["@P0 LDC.64 R2, c[0x0][0x380]", "@!P0 LDC.64 R2, c[0x0][0x388]", STG], {0, 1}),
         (["LDC.64 R2, c[0x0][0x380]", "BRA.U UP0, `(.L_x_1)", "LDC.64 R2, c[0x0][0x388]", ".L_x_1:", STG], {0, 1}),
     ],

@@ -25,7 +25,7 @@ _NO_RESULT = {"bar", "barrier", "bra", "brx", "nanosleep", "call"}  # with a reg
 # Instructions with a memory operand that never reach global memory.
 _ON_CHIP = {
     "mbarrier", "ldmatrix", "stmatrix", "mapa", "getctarank", "isspacep", "tcgen05", "wgmma", "clusterlaunchcontrol",
-    "fence", "applypriority", "prefetch", "st",
+    "fence", "applypriority", "prefetch", "st", "tensormap",
 }  # fmt: skip
 _SPACES = ("global", "shared", "local", "param", "const")
 
@@ -102,7 +102,7 @@ class _Reader:
             inst.doubt = "the call is not followed"
         _memory(self, inst, parts, operands)
         inst.sync |= _sync(parts, inst.access)
-        result = bool(operands) and parts[0] not in _NO_RESULT and not operands[0].startswith("[")
+        result = bool(operands) and not operands[0].startswith("[") and (parts[0] not in _NO_RESULT or "red" in parts)
         inst.reads = tuple(r for o in operands[result:] for r in self.registers(o))
         if result:
             inst.writes = self.registers(operands[0])
@@ -156,8 +156,8 @@ def _memory(reader: _Reader, inst: Inst, parts: list[str], operands: list[str]) 
         inst.access = access(kind, operand)
     elif (base == "prefetch" and "tensormap" not in parts and space != "local") or base == "prefetchu":
         # Into L2 it is harmless for any tensor; a line of L1 could be stale when the load after the wait hits it.
-        inst.access = access("prefetch" if "L2" in parts else "load", 0)
-    elif base in ("discard", "tensormap"):
+        inst.access = access("prefetch" if any(p.startswith("L2") for p in parts) else "load", 0)
+    elif base == "discard" or (base == "tensormap" and space == "global"):
         inst.access = access("store", 0)
     elif base == "cp":
         _copy(inst, parts, operands, access)
@@ -236,7 +236,9 @@ def read(ptx: str, symbol: str) -> Program:
     entry = re.search(rf"\.entry\s+{re.escape(symbol)}\s*\(", text)
     if not entry:
         raise Unreadable(f"the PTX has no .entry {symbol}")
-    close = text.index(")", entry.end())
+    close = text.find(")", entry.end())
+    if "{" not in text[close:] or close < 0:
+        raise Unreadable(f"the PTX breaks off in the parameters of {symbol}")
     declared = re.findall(r"\.(\w+)\s+([\w$]+)\s*(?:\[(\d+)\])?\s*(?:,|$)", text[entry.end() : close])
     pointers = {
         name: parameter(i) if int(count or 1) * int(re.search(r"\d+$", kind)[0]) >= 64 else NUMBER
@@ -271,7 +273,10 @@ def _body(reader: _Reader, text: str, at: int) -> None:
         elif m["label"]:
             reader.labels[m["label"] + reader.scopes[-1].suffix] = len(reader.insts)
         else:
-            reader.statement(m["inst"], line)
+            try:
+                reader.statement(m["inst"], line)
+            except (IndexError, StopIteration):
+                raise Unreadable(f"PTX line {line}: cannot read {' '.join(m['inst'].split())!r}") from None
     _resolve(reader)
 
 

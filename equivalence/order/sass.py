@@ -33,7 +33,7 @@ _KINDS = {
 # Instructions with a memory operand that never reach global memory.
 _ON_CHIP = re.compile(
     r"U?LDS|U?STS|U?ATOMS|LDSM|STSM|LDC|ULDC|LDCU|LDL|STL|SYNCS|ARRIVES|STAS|REDAS|LDTM|STTM|LDT|STT|UTC\w+|UCGABAR\w*|"
-    r"[HQIB]GMMA|UTMACCTL|UTMACMDFLUSH|CCTLL|LDGDEPBAR|MAPA|BRXU?|JMXU?|MOV|UMOV"
+    r"[HQIB]GMMA|UTMACCTL|UTMACMDFLUSH|CCTLL|LDGDEPBAR|MAPA|BRXU?|JMXU?"
 )
 _ON_CHIP_LOADS = {"LDS", "ULDS", "LDSM", "ATOMS", "UATOMS", "LDTM", "LDT", "SYNCS"}
 _SELECTS = {"SEL", "USEL", "FSEL", "IMNMX", "VIMNMX", "UIMNMX", "UVIMNMX"}
@@ -247,7 +247,10 @@ def _converge(insts: list[Inst], edges: list[list[Edge]], labels: dict[str, int]
 
 
 def _calls(insts: list[Inst], edges: list[list[Edge]]) -> None:
-    """Step over calls of helpers that touch no global memory and order nothing; any other call becomes a doubt."""
+    """Step over calls of helpers (division and the like) that touch no global memory and order nothing.
+
+    Whatever registers they write hold numbers afterwards. Any other call becomes a doubt.
+    """
     for i, inst in enumerate(insts):
         if inst.op.split(".")[0] != "CALL" or inst.doubt:
             continue
@@ -259,6 +262,8 @@ def _calls(insts: list[Inst], edges: list[list[Edge]]) -> None:
                 todo += [e.to for e in edges[j]]
         if any(insts[j].access or insts[j].sync or insts[j].exits or insts[j].doubt for j in seen):
             inst.doubt = "the call is not followed"
+        inst.moves = tuple(Move(r, (NUMBER,)) for r in sorted({m.into for j in seen for m in insts[j].moves}))
+        inst.writes = tuple(sorted({w for j in seen for w in insts[j].writes}))
         edges[i] = [Edge(i + 1)]
 
 
