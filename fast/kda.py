@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float32, Int64
+from cutlass.cutlass_dsl import select_
 from cutlass.memory import SmemAllocator
 
 from reference import kda as law
@@ -90,8 +91,15 @@ def decays(raw_g: cute.Tensor, bias: cute.Tensor, a_log: Float32) -> cute.Tensor
     rate = cute.math.exp(a_log)
     decay = cute.make_rmem_tensor(VEC, Float32)
     for i in range(VEC):
-        decay[i] = cute.math.exp(law.FLOOR * sigmoid(rate * (raw_g[i].to(Float32) + bias[i])))
+        decay[i] = exp_near_zero(law.FLOOR * sigmoid(rate * (raw_g[i].to(Float32) + bias[i])))
     return decay
+
+
+def exp_near_zero(x: Float32) -> Float32:
+    """exp of x <= 0 to 2 ulp, and to 1 ulp from -1/16 on: a decay near one multiplies the state once per token, so its
+    error adds up over its whole time constant. The series' next term is below 1e-8 there."""
+    series = 1.0 + x * (1.0 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24))))
+    return select_(x > -1 / 16, series, cute.math.exp(x))
 
 
 def squares(x: cute.Tensor) -> Float32:

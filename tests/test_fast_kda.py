@@ -229,7 +229,11 @@ def test_a_slot_beyond_2_31_elements():
 
 @needs_gpu
 def test_many_steps_do_not_drift():
-    """The state is fed back 200 times, so an error that does not decay with the state would grow."""
+    """The state is fed back 200 times, so an error that does not decay with the state would grow.
+
+    Per step the decay is off by one ulp and its product and sum by half: 2 * 2^-24 relative, and once what one step may
+    show. With ex2.approx alone for decays near one the bound broke on an H200.
+    """
     t = hostile(4, 2, "cuda")
     want = {n: v.cpu() for n, v in t.items()}
     for _ in range(200):
@@ -237,7 +241,7 @@ def test_many_steps_do_not_drift():
         got = run(t)
     largest = want["recurrent"].nan_to_num(0).abs().amax(-1, keepdim=True)
     error = (got["recurrent"].double() - want["recurrent"]).nan_to_num(0).abs()
-    assert (error <= 256 * 2.0**-24 * largest).all()
+    assert (error <= (2 * 200 + 64) * 2.0**-24 * largest).all()
 
 
 @needs_gpu
