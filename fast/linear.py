@@ -1,0 +1,217 @@
+"""Skinny GEMM twin: out[M, N] = x[M, K] w[N, K]^T for M = 1..64, bf16 in and out, fp32 accumulation, one rounding.
+
+Two forms. `linear_fma` streams weights into registers, for the fewest tokens: fp32 FMA, no shared memory between a
+weight and its use. `linear_mma` streams them through shared memory into tensor cores, for the rest.
+Which form and which split of the work is a table over (N, K, M), with an estimate for shapes outside it. The order of
+the additions follows the configuration, so a row's last bit may depend on M; for one M a result never varies.
+"""
+
+from itertools import product
+
+import torch
+
+from reference import kda, mla
+from reference.config import Config, deep, k3_rank, mini
+from reference.stage import ContractError, Role, twin
+
+from .kernel import ARCHS, Arg, Kernel
+from .linear_fma import SWEEP, FmaConfig, fma_entry, sweeps
+from .linear_mma import PAD, MmaConfig, mma_entry, split_entry
+
+SMS = 132  # of an H200; a GB300 has 148 to 152, where one wave of these grids fits as well
+SMEM = 232448  # bytes of shared memory a CTA may use on all targets
+REGISTERS = 65536  # of an SM
+FMA_TOKENS = 4  # above, FMA and the conversions to fp32 cost more than the weights' arrival
+ALIGN = 8  # elements of 16 bytes
+TUNED: dict[tuple[int, int], dict[int, FmaConfig | MmaConfig]] = {}
+
+
+def why_not_fma(cfg: FmaConfig, M: int, N: int, K: int) -> str | None:
+    """Why a configuration is illegal or hopeless for a shape, or None."""
+    passes = -(-N // (cfg.ctas * cfg.warps * cfg.rows))
+    if sweeps(K) % cfg.depth:
+        return "depth does not divide the sweeps of K"
+    if 4 * cfg.rows * cfg.depth > 112:
+        return "more than 112 registers of weights"
+    if cfg.rows * M > 8:
+        return "accumulators crowd out weights"
+    if cfg.warps * 32 * registers_fma(cfg) > REGISTERS:
+        return "registers of a CTA do not fit"
+    flight = 512 * cfg.rows * cfg.depth * cfg.warps * min(cfg.ctas, SMS * residents_fma(cfg))
+    if flight < min(5e6, 0.9 * N * max(K, SWEEP) * 2):
+        return "too few bytes in flight"
+    if passes > 1 and N < 0.9 * passes * cfg.ctas * cfg.warps * cfg.rows:
+        return "uneven last pass"
+    return None
+
+
+def registers_fma(cfg: FmaConfig) -> int:
+    """Registers of a thread, at most as ptxas allots them for sm_90a."""
+    return 4 * cfg.rows * cfg.depth + 80
+
+
+def residents_fma(cfg: FmaConfig) -> int:
+    """CTAs of one SM."""
+    return REGISTERS // (cfg.warps * 32 * registers_fma(cfg))
+
+
+def why_not_mma(cfg: MmaConfig, M: int, N: int, K: int) -> str | None:
+    """Why a configuration is illegal or hopeless for a shape, or None."""
+    chunks = K // cfg.bk
+    if cfg.rows > N:
+        return "more rows than weights"
+    if cfg.rows % (16 * cfg.warps_n) or cfg.bk % (16 * cfg.warps_k) or K % cfg.bk:
+        return "warps or stages do not divide the tile"
+    if cfg.splits > chunks or cfg.stages > -(-chunks // cfg.splits):
+        return "fewer chunks than splits or stages"
+    if cfg.stages < 1 or cfg.smem(M) > SMEM:
+        return "shared memory does not fit"
+    if cfg.fragments(M) > 24:
+        return "more than 96 accumulators per lane"
+    if cfg.tiles(N) * cfg.splits > SMS * residents_mma(cfg, M):
+        return "more than one wave"
+    if cfg.tiles(N) * cfg.splits < 0.7 * SMS and (cfg.rows > 16 or cfg.splits > 1):
+        return "SMs idle"
+    return None
+
+
+def residents_mma(cfg: MmaConfig, M: int) -> int:
+    """CTAs of one SM, for a generous guess of registers."""
+    registers = 64 + 5 * cfg.fragments(M)
+    return min((SMEM + 1024) // (cfg.smem(M) + 1024), REGISTERS // (cfg.threads * registers), 2048 // cfg.threads)
+
+
+def mma_config(M: int, K: int, rows: int, splits: int, ring: int, most: int, bulk: bool) -> MmaConfig:
+    """Fill a ring of `ring` bytes; warps_n leaves a warp at most `most` fragments, warps_k fills up to eight warps."""
+    tiles, tokens = rows // 16, -(-M // 8)
+    warps_n = next(n for n in range(1, tiles + 1) if tiles % n == 0 and (tiles // n * tokens <= most or n == tiles))
+    widths = [w for w in (512, 384, 256, 192, 128, 96, 64, 48, 32, 16) if K % w == 0]
+    bk = next((w for w in widths if 8 * (rows + M) * (w + PAD) <= ring and w * splits <= K), widths[-1])
+    warps_k = next(k for k in (8, 4, 2, 1) if bk // 16 % k == 0 and (warps_n * k <= 8 or k == 1))
+    stages = min(ring // ((rows + M) * (bk + PAD) * 2), -(-K // bk // splits))
+    return MmaConfig(rows, splits, warps_n, warps_k, bk, stages, bulk)
+
+
+def candidates(M: int, N: int, K: int) -> tuple[list[FmaConfig | MmaConfig], dict[FmaConfig | MmaConfig, str]]:
+    """The configurations worth timing for a shape, and the dropped ones with the reason."""
+    tried = []
+    depths = [d for d in range(1, 29) if sweeps(K) % d == 0]
+    for rows, depth, warps, per_sm in product((1, 2, 4), depths, (4, 6, 8, 9, 10, 12, 14, 16), (1, 2, 3)):
+        if M <= FMA_TOKENS:
+            passes = -(-N // (SMS * per_sm * warps * rows))
+            tried.append(FmaConfig(rows, depth, warps, -(-N // (passes * warps * rows))))
+    for rows, splits, ring, most, bulk in product(
+        (16, 32, 48, 64, 96, 112, 128, 144, 192),
+        (1, 2, 3, 4, 5, 6, 8, 11, 12),
+        (104_000, 216_000),
+        (16, 24),
+        (False, True),
+    ):
+        tried.append(mma_config(M, K, rows, splits, ring, most, bulk))
+    why = {cfg: (why_not_fma if isinstance(cfg, FmaConfig) else why_not_mma)(cfg, M, N, K) for cfg in tried}
+    return [cfg for cfg, reason in why.items() if not reason], {cfg: reason for cfg, reason in why.items() if reason}
+
+
+def estimate(cfg: FmaConfig | MmaConfig, M: int, N: int, K: int) -> float:
+    """Microseconds a configuration should take on an H200: the slowest of three streams, plus what is not hidden.
+
+    Rates in bytes per microsecond: 4.3e6 of HBM, 5.5e6 of L2 into all SMs; 0.9 us from a load to its data under load.
+    """
+    if isinstance(cfg, FmaConfig):
+        flight = 512 * cfg.rows * cfg.depth * cfg.warps * cfg.ctas
+        work = -(-N // (cfg.ctas * cfg.warps * cfg.rows)) * cfg.ctas * cfg.warps * cfg.rows
+        return max(2 * work * K / 4.3e6, 2 * N * K * 0.9 / flight) * (1 + 0.04 * (M - 1)) + 1.5
+    tiles, ctas = cfg.tiles(N), cfg.tiles(N) * cfg.splits
+    flight = ctas * cfg.stages * cfg.rows * cfg.bk * 2
+    weights = 2 * N * K
+    sums = 4 * cfg.splits * N * -(-M // 8) * 8 if cfg.splits > 1 else 0
+    l2 = (weights + 2 * tiles * M * K + 2 * sums) / 5.5e6
+    hbm = weights / 4.3e6 * (1 + max(0, SMS * 0.7 - ctas) / SMS)
+    tail = 1.2 + cfg.splits * cfg.rows * M * 4 / 1e5 if cfg.splits > 1 else 0
+    return max(hbm, l2, weights * 0.9 / flight) + tail + 0.1 * cfg.warps_k * cfg.rows * M / 4096 + 1.5
+
+
+def choose_config(M: int, N: int, K: int) -> FmaConfig | MmaConfig:
+    """The measured winner for (N, K, M), or of the next larger M measured; the best estimate for other shapes."""
+    tuned = {m: cfg for m, cfg in TUNED.get((N, K), {}).items() if m >= M}
+    if tuned:
+        return tuned[min(tuned)]
+    kept, _ = candidates(M, N, K)
+    return min(kept, key=lambda cfg: estimate(cfg, M, N, K))
+
+
+SPANS = [
+    [stage.name] for stage in (kda.IN_PROJ, kda.GATE_PROJ, kda.O_PROJ, mla.QKV_A, mla.Q_B, mla.GATE_PROJ, mla.O_PROJ)
+]
+
+
+@twin("linear", SPANS, ARCHS, range(1, 65))
+def linear(x, w, out):
+    """x [M, K] bf16, w [N, K] bf16, out [M, N] bf16; rows of x and out may be strided.
+
+    M is 1..64, K a multiple of 16, N of 8 and at least 16, row strides multiples of 8: rows start on 16 bytes.
+    Raises NotImplementedError for another size or stride, ContractError for shapes that disagree.
+    Launches of one configuration share their scratch: run them on one stream.
+    """
+    (M, K), N = x.shape, w.shape[0]
+    if w.shape[1] != K or out.shape != (M, N):
+        raise ContractError(f"linear: x {tuple(x.shape)}, w {tuple(w.shape)}, out {tuple(out.shape)} disagree")
+    if not 1 <= M <= 64:
+        raise NotImplementedError(f"linear: x has {M} tokens; allowed are 1..64")
+    if K % 16 or K < 16:
+        raise NotImplementedError(f"linear: K = {K}; allowed are multiples of 16")
+    if N % ALIGN or N < 16:
+        raise NotImplementedError(f"linear: N = {N}; allowed are multiples of 8 from 16 on")
+    for name, t in (("x", x), ("out", out)):
+        if t.stride(0) % ALIGN:
+            raise NotImplementedError(f"linear: {name} has row stride {t.stride(0)}; allowed are multiples of {ALIGN}")
+    return (linear_kernel(choose_config(M, N, K), M, N, K, x.stride(0), out.stride(0)),)
+
+
+def linear_kernel(cfg: FmaConfig | MmaConfig, M: int, N: int, K: int, x_stride: int, out_stride: int) -> Kernel:
+    """The kernel of one configuration; strides are in elements."""
+    bf16 = torch.bfloat16
+    args = [
+        Arg("x", Role.ACTIVATION, bf16, (M, K), (x_stride, 1)),
+        Arg("w", Role.WEIGHT, bf16, (N, K)),
+        Arg("out", Role.OUTPUT, bf16, (M, N), (out_stride, 1)),
+    ]
+    if isinstance(cfg, FmaConfig):
+        name, entry, grid, threads, smem = "fma", fma_entry, (cfg.ctas, 1, 1), cfg.warps * 32, cfg.smem(M, K)
+    else:
+        name, entry, threads, smem = "mma", mma_entry, cfg.threads, cfg.smem(M)
+        grid = (cfg.tiles(N), cfg.splits, 1)
+        if cfg.splits > 1:
+            entry = split_entry
+            args.append(Arg("part", Role.SCRATCH, torch.float32, cfg.workspace(M, N)))
+            args.append(Arg("arrivals", Role.SCRATCH, torch.int32, (cfg.tiles(N),)))
+    return Kernel(f"linear_{name}-m{M}-n{N}-k{K}", entry, tuple(args), (cfg,), grid, (threads, 1, 1), smem)
+
+
+def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:
+    """(N, K) of every covered stage on one rank."""
+    hidden, width = config.hidden, config.kda_width
+    return {
+        "kda.in_proj": (config.in_proj_width, hidden),
+        "kda.gate_proj": (width, config.kda_dim),
+        "kda.o_proj": (hidden, width),
+        "mla.qkv_a": (config.q_lora + config.kv_row, hidden),
+        "mla.q_b": (config.heads * config.q_dim, config.q_lora),
+        "mla.gate_proj": (config.heads * config.v_dim, hidden),
+        "mla.o_proj": (hidden, config.heads * config.v_dim),
+    }
+
+
+def linear_cases(tokens=(1, 2, 3, 4, 8, 16, 32, 64), device="meta") -> dict[str, dict[str, torch.Tensor]]:
+    """Production arguments without memory (meta tensors), by case id; the gate's x is a slice of kda.in_proj's out."""
+    cases = {}
+    for config in (k3_rank(8), k3_rank(16), mini, deep):
+        for stage, (N, K) in linear_shapes(config).items():
+            for M in tokens:
+                x = torch.empty(M, K, dtype=torch.bfloat16, device=device)
+                if stage == "kda.gate_proj":
+                    row = torch.empty(M, config.in_proj_width, dtype=torch.bfloat16, device=device)
+                    x = row[:, 4 * config.kda_width : 4 * config.kda_width + K]
+                w, out = (torch.empty(n, dtype=torch.bfloat16, device=device) for n in ((N, K), (M, N)))
+                cases[f"{stage}-{config.name}-m{M}"] = dict(x=x, w=w, out=out)
+    return cases

@@ -1,0 +1,260 @@
+"""The skinny GEMM twin against float64 and exact integers, its compiled code on every target, and what it refuses."""
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+
+from equivalence.order.check import check
+from fast import linear
+from fast.kernel import ARCHS, CAPABILITIES, launch, pick
+from fast.linear import FmaConfig, MmaConfig, linear_kernel
+from reference.stage import ContractError, Role
+
+GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() in CAPABILITIES
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA GPU of sm_90/sm_100/sm_103")
+bf16, POISON = torch.bfloat16, -7.0
+FORMS = {  # configurations that together take every path: ring reused, odd fragments, last tile early, K past a sweep
+    "fma": (2, 200, 768, FmaConfig(2, 1, 4, 9)),
+    "fma-tail": (3, 72, 336, FmaConfig(1, 2, 4, 4)),
+    "mma-bulk": (5, 72, 256, MmaConfig(48, 1, 1, 4, 64, 3, True)),
+    "mma-async": (20, 72, 256, MmaConfig(32, 1, 2, 2, 32, 5, False)),
+    "split-bulk": (17, 56, 320, MmaConfig(32, 3, 1, 2, 32, 2, True)),
+    "split-async": (24, 96, 240, MmaConfig(48, 5, 3, 1, 48, 1, False)),
+}
+
+
+def hostile(M: int, N: int, K: int, device="cpu", whole: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
+    """x and out are slices of wider rows, x surrounded by NaN and out by POISON. whole: small integers only.
+
+    Products and sums of small integers are exact in fp32, in any order, so the result has one right value.
+    """
+    generator = torch.Generator().manual_seed(seed + 100 * M + N + K)
+    rows = torch.full((M, K + 40), float("nan"), dtype=bf16)
+    x, out = rows[:, 16 : 16 + K], torch.full((M, N + 24), POISON, dtype=bf16)[:, 8 : 8 + N]
+    w = torch.empty(N, K, dtype=bf16)
+    for t in (x, w):
+        draw = (
+            torch.randint(-8, 9, t.shape, generator=generator) if whole else torch.randn(t.shape, generator=generator)
+        )
+        t.copy_(draw)
+    out.fill_(float("nan"))
+    moved = {
+        n: t._base.to(device).as_strided(t.shape, t.stride(), t.storage_offset()) for n, t in dict(x=x, out=out).items()
+    }
+    return moved | dict(w=w.to(device))
+
+
+def oracle(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact product in float64, and the largest error allowed.
+
+    An fp32 sum of K exact products is off by at most K u sum|x w|, u = 2^-23: tensor cores truncate where fp32 rounds.
+    The one rounding to bf16 adds 2^-8 of what it rounds.
+    """
+    x, w = t["x"].cpu().double(), t["w"].cpu().double()
+    exact, mass = x @ w.mT, x.abs() @ w.abs().mT
+    sums = x.shape[1] * 2.0**-23 * mass
+    return exact, sums + 2.0**-8 * (exact.abs() + sums)
+
+
+def compare(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> None:
+    error = (got.double() - exact).abs()
+    assert got.isfinite().all(), f"not finite at {got.isfinite().logical_not().nonzero()[0].tolist()}"
+    assert (error <= bound).all(), f"error is {float((error / bound).max()):.3g} of its bound"
+
+
+def surroundings(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The columns beside out."""
+    wide = t["out"]._base if t["out"]._base is not None else t["out"]
+    return torch.cat([wide[:, :8], wide[:, 8 + t["out"].shape[1] :]], 1)
+
+
+def run(t: dict[str, torch.Tensor], kernel=None, scratch=()) -> torch.Tensor:
+    """Launch the twin, or one kernel; check inputs and surroundings; return out on the CPU."""
+    before = {n: t[n].clone() for n in ("x", "w")}
+    if kernel is None:
+        launch(linear.linear, t, {})
+    else:
+        kernel(t["x"], t["w"], t["out"], *scratch)
+    assert (surroundings(t) == POISON).all(), "columns beside out were written"
+    assert all(torch.equal(t[n], old) for n, old in before.items()), "an input changed"
+    return t["out"].cpu()
+
+
+def made(form: str, device="cpu", **kw):
+    """One of FORMS: its kernel and hostile arguments."""
+    M, N, K, cfg = FORMS[form]
+    t = hostile(M, N, K, device, **kw)
+    return linear_kernel(cfg, M, N, K, t["x"].stride(0), t["out"].stride(0)), t
+
+
+def scratch_of(kernel, device) -> list[torch.Tensor]:
+    """Scratch as another call may leave it: partial sums of anything, counters at zero."""
+    scratch = [torch.zeros(a.shape, dtype=a.dtype, device=device) for a in kernel.args if a.role is Role.SCRATCH]
+    return [s.fill_(float("nan")) if s.is_floating_point() else s for s in scratch]
+
+
+def test_bound_accepts_one_rounding_and_rejects_just_beyond():
+    t = hostile(3, 24, 256)
+    exact, bound = oracle(t)
+    compare((t["x"].float() @ t["w"].float().mT).bfloat16(), exact, bound)
+    for sign in (1, -1):
+        mutant = exact.clone()
+        mutant[1, 7] += sign * 0.999 * bound[1, 7]
+        compare(mutant, exact, bound)
+        mutant[1, 7] = exact[1, 7] + sign * 1.001 * bound[1, 7]
+        with pytest.raises(AssertionError, match="of its bound"):
+            compare(mutant, exact, bound)
+    mutant[1, 7] = float("nan")
+    with pytest.raises(AssertionError, match=r"not finite at \[1, 7\]"):
+        compare(mutant, exact, bound)
+
+
+def test_whole_numbers_are_exact_in_any_order():
+    t = hostile(2, 16, 7168, whole=True)
+    exact, _ = oracle(t)
+    assert exact.abs().max() < 2**24
+    x, w = t["x"].float(), t["w"].float()
+    backwards = sum((x[:, k, None] * w[None, :, k].mT.flatten()[None] for k in range(7167, -1, -1)), torch.zeros(2, 16))
+    assert torch.equal(backwards.double(), exact)
+
+
+def test_every_production_case_has_one_legal_kernel():
+    cases = linear.linear_cases()
+    assert len(cases) == 4 * 7 * 8
+    for case, t in cases.items():
+        (kernel,) = pick(linear.linear, t, {})
+        M, K = t["x"].shape
+        N, cfg = t["w"].shape[0], kernel.constants[0]
+        why_not = linear.why_not_fma if isinstance(cfg, FmaConfig) else linear.why_not_mma
+        assert why_not(cfg, M, N, K) is None, case
+        assert kernel.pdl and kernel.smem <= 232448 and kernel.args[0].strides == t["x"].stride()
+        assert [a.role for a in kernel.args[:3]] == [Role.ACTIVATION, Role.WEIGHT, Role.OUTPUT]
+
+
+@pytest.mark.parametrize("M", [1, 7, 64])
+@pytest.mark.parametrize("N, K", [(16, 16), (24, 48), (1000, 272), (6288, 7168), (8448, 7168), (7168, 4224)])
+def test_candidates_are_legal_and_dropped_ones_have_a_reason(M, N, K):
+    kept, dropped = linear.candidates(M, N, K)
+    assert kept and not set(kept) & set(dropped) and all(dropped.values())
+    assert all(cfg.depth * cfg.rows <= 28 for cfg in kept if isinstance(cfg, FmaConfig))
+    for cfg in (c for c in kept if isinstance(c, MmaConfig)):
+        chunks = [(s + 1) * (K // cfg.bk) // cfg.splits - s * (K // cfg.bk) // cfg.splits for s in range(cfg.splits)]
+        assert sum(chunks) * cfg.bk == K and min(chunks) >= 1 and cfg.smem(M) <= 232448
+        assert cfg.pitch // 8 % 2 == 1  # an odd number of 16-byte columns: eight rows use all 32 banks once
+    assert any(isinstance(cfg, FmaConfig) for cfg in kept) == (M <= linear.FMA_TOKENS)
+
+
+@pytest.mark.parametrize("target", ARCHS)
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_and_nothing_else_are_read_before_the_wait(form, target):
+    kernel, _ = made(form)
+    build = kernel.compile(target)
+    report = check(build)
+    assert report.verdict == "proved" and not report.findings, report.lines()
+    early = {a.tensors for a in report.accesses if a.before_wait and a.kind != "store"}
+    assert early == {"w"}
+    assert ".nc" not in build.ptx and "CONSTANT" not in build.sass
+    assert not re.search(r"\b(LDL|STL)\b", build.sass)
+
+
+def test_refusals():
+    def t(M, N, K, pad_x=0, pad_out=0):
+        make = lambda rows, width, pad: torch.empty(rows, width + pad, dtype=bf16, device="meta")[:, :width]  # noqa: E731
+        return dict(x=make(M, K, pad_x), w=make(N, K, 0), out=make(M, N, pad_out))
+
+    for case, wrong in {
+        (0, 64, 64): r"x has 0 tokens; allowed are 1\.\.64",
+        (65, 64, 64): r"x has 65 tokens; allowed are 1\.\.64",
+        (4, 64, 72): "K = 72; allowed are multiples of 16",
+        (4, 60, 64): "N = 60; allowed are multiples of 8 from 16 on",
+        (4, 8, 64): "N = 8; allowed are multiples of 8 from 16 on",
+        (4, 64, 64, 4): "x has row stride 68; allowed are multiples of 8",
+        (4, 64, 64, 0, 2): "out has row stride 66; allowed are multiples of 8",
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"linear: {wrong}"):
+            pick(linear.linear, t(*case), {})
+    good = t(4, 64, 64)
+    with pytest.raises(ContractError, match=r"x \(4, 64\), w \(64, 32\), out \(4, 64\) disagree"):
+        pick(linear.linear, good | dict(w=t(4, 64, 32)["w"]), {})
+    kernel, arguments = made("fma")
+    with pytest.raises(ContractError, match=r"x starts at 0x[0-9a-f]+; allowed are multiples of 16 bytes"):
+        kernel.args[0].check(arguments["x"]._base[:, 15 : 15 + 768], kernel.name)
+
+
+@needs_gpu
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "normal"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_against_float64(form, whole):
+    """Twice with the same scratch, which starts as NaN: what a call leaves behind must not matter to the next."""
+    kernel, t = made(form, "cuda", whole=whole)
+    exact, bound = oracle(t)
+    scratch = scratch_of(kernel, "cuda")
+    for _ in range(2):
+        t["out"].fill_(float("nan"))
+        got = run(t, kernel, scratch)
+        compare(got, exact, bound)
+        if whole:
+            assert torch.equal(got, exact.bfloat16())
+        assert all((s == 0).all() for s in scratch if not s.is_floating_point()), "a counter was not reset"
+
+
+@needs_gpu
+@pytest.mark.parametrize("M", range(1, 65))
+def test_every_batch(M):
+    t = hostile(M, 384, 512, "cuda", whole=True)
+    exact, _ = oracle(t)
+    assert torch.equal(run(t), exact.bfloat16())
+
+
+@needs_gpu
+@pytest.mark.parametrize("config", ["k3-tp8", "k3-tp16", "mini", "deep"])
+def test_production_shapes(config):
+    for case, meta in linear.linear_cases(tokens=(1, 2, 3, 5, 8, 17, 33, 64)).items():
+        if f"-{config}-" in case:
+            (M, K), N = meta["x"].shape, meta["w"].shape[0]
+            t = hostile(M, N, K, "cuda", whole=True)
+            exact = (t["x"].double() @ t["w"].double().mT).cpu()
+            assert torch.equal(run(t), exact.bfloat16()), case
+            t = hostile(M, N, K, "cuda")
+            compare(run(t), *oracle({n: v for n, v in t.items()}))
+
+
+@needs_gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_replays_are_bit_equal_and_tokens_do_not_mix(form):
+    kernel, t = made(form, "cuda")
+    scratch = scratch_of(kernel, "cuda")
+    first = run(t, kernel, scratch).clone()
+    for _ in range(20):
+        assert torch.equal(run(t, kernel, scratch), first)
+    t["x"][1:] = float("nan")  # a token's NaN stays in its row
+    got = run(t, kernel, scratch)
+    assert torch.equal(got[0], first[0]) and got[1:].isnan().all()
+
+
+@needs_gpu
+def test_chain_in_a_graph_reads_what_its_predecessor_wrote():
+    """Each projection prefetches its weights while the one before still runs; x is poisoned before every replay."""
+    sizes = [7168, 1536, 7168, 2112, 7168]
+    for M in (1, 3, 8, 64):
+        generator = torch.Generator().manual_seed(M)
+        w = [torch.randn(n, k, generator=generator).div(k**0.5).to("cuda", bf16) for k, n in pairwise(sizes)]
+        x = [torch.randn(M, n, generator=generator).to("cuda", bf16) for n in sizes]
+
+        def step(wait=lambda: None, w=w, x=x):
+            for i, weights in enumerate(w):
+                launch(linear.linear, dict(x=x[i], w=weights, out=x[i + 1]), {})
+                wait()
+
+        step(torch.cuda.synchronize)
+        want = [t.clone() for t in x[1:]]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(5):
+            for t in x[1:]:
+                t.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(x[1:], want, strict=True))
