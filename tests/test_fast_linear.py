@@ -10,6 +10,7 @@ from equivalence.order.check import check
 from fast import linear
 from fast.kernel import ARCHS, CAPABILITIES, launch, pick
 from fast.linear import FmaConfig, MmaConfig, linear_kernel
+from reference.config import deep, k3_rank, mini
 from reference.stage import ContractError, Role
 
 GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() in CAPABILITIES
@@ -209,16 +210,16 @@ def test_every_batch(M):
 
 
 @needs_gpu
-@pytest.mark.parametrize("config", ["k3-tp8", "k3-tp16", "mini", "deep"])
-def test_production_shapes(config):
-    for case, meta in linear.linear_cases(tokens=(1, 2, 3, 5, 8, 17, 33, 64)).items():
-        if f"-{config}-" in case:
-            (M, K), N = meta["x"].shape, meta["w"].shape[0]
-            t = hostile(M, N, K, "cuda", whole=True)
-            exact = (t["x"].double() @ t["w"].double().mT).cpu()
-            assert torch.equal(run(t), exact.bfloat16()), case
-            t = hostile(M, N, K, "cuda")
-            compare(run(t), *oracle({n: v for n, v in t.items()}))
+@pytest.mark.parametrize("stage", linear.linear_shapes(mini))
+@pytest.mark.parametrize("config", [k3_rank(8), k3_rank(16), mini, deep], ids=lambda c: c.name)
+def test_production_shapes(config, stage):
+    N, K = linear.linear_shapes(config)[stage]
+    for M in (1, 2, 3, 5, 8, 17, 33, 64) if config.name == "k3-tp8" else (1, 3, 17, 64):
+        t = hostile(M, N, K, "cuda", whole=True)
+        exact = (t["x"].double() @ t["w"].double().mT).cpu()
+        assert torch.equal(run(t), exact.bfloat16()), M
+        t = hostile(M, N, K, "cuda")
+        compare(run(t), *oracle(t))
 
 
 @needs_gpu
