@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from reference.config import deep, k3, mini
 
-from . import attn_res, kda
+from . import attn_res, kda, linear
 from .kernel import Kernel, pick
 
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64)
@@ -24,6 +24,8 @@ def _calls(batches: tuple[int, ...]) -> Iterator[tuple]:
     """(twin, meta tensors, attributes) of the calls that differ."""
     for tensors in kda.kda_cases(batches).values():
         yield kda.kda_decode, tensors, {}
+    for tensors in linear.linear_cases(batches).values():
+        yield linear.linear, tensors, {}
     for config in (k3, mini, deep):
         for tensors, attrs in attn_res.attn_res_cases(config, batches):
             yield attn_res.attn_res, tensors, attrs
