@@ -15,7 +15,7 @@ def run(model: str, prompts: str | None, steps: int, on: str, swap: str, faults:
     from equivalence.cases import load_model
 
     where = named_device(device)
-    loaded = load_model(model, where)
+    loaded, _ = load_model(model, str(where))
     chosen = named_prompts(prompts, DEFAULT)[:8]
     selection, extra = inject(faults, Selection.parse(swap))
     with console.status("bisecting") as status:

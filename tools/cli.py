@@ -21,14 +21,15 @@ def check(
     swap: str = typer.Option("", help="Which implementation serves what: STAGE=IMPLEMENTATION[@LAYERS], ..."),
     fault: list[str] = typer.Option([], help="Inject a fault: NAME@LAYER (see equivalence/faults.py)."),
     follow: str = typer.Option("reference", help="Trajectory: reference (kernel error) or twin (errors accumulate)."),
-    order: bool = typer.Option(True, help="Also prove the ordering of every kernel for all targets."),
+    order: bool = typer.Option(True, help="Also prove the ordering of one kernel of each form for all targets."),
+    require_twins: bool = typer.Option(False, help="Exit with 2 if the twins could not run here."),
     device: str = DEVICE, json: str = JSON,
 ):  # fmt: skip
     """Do the twins equal the reference on real prompts? One verdict, per layer and stage."""
     with one_line():
         from .check import run
 
-        result = run(model, prompts, tokens, swap, fault, follow, order, device)
+        result = run(model, prompts, tokens, swap, fault, follow, order, device, require_twins)
         write_json(result.as_dict(), json)
     raise typer.Exit(result.exit_code)
 
@@ -116,12 +117,12 @@ def doctor(json: str = JSON):
 
         found = report()
         if json != "-":
-            out.print(render(found))
+            out.print(render(found), markup=False)
         write_json(found, json)
-    raise typer.Exit(UNJUDGED if found.get("missing") else EQUAL)
+    raise typer.Exit(found["exit"])
 
 
 __all__ = ["app", "console"]
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="k3")

@@ -20,7 +20,7 @@ def run(prompt, prompt_id, tokens, model, device, backend, swaps, sampling, expl
     from equivalence.cases import load_model
 
     where = named_device(device)
-    loaded = load_model(model, where)
+    loaded, _ = load_model(model, str(where))
     config = loaded.config
     if (prompt is None) == (prompt_id is None):
         raise ContractError("generate takes either --prompt or --prompt-id")

@@ -100,8 +100,9 @@ def _fla_chain(t: dict[str, torch.Tensor]) -> Callable[[], object]:
         causal_conv1d_update(t["x"], window, weight=taps, activation="silu")
         o, _ = fused_recurrent_kda_fwd(
             q, k, v, raw_g.view(1, T, H, 128), b.view(1, T, H), A_log=t["A_log"], dt_bias=t["dt_bias"],
-            initial_state=pool, inplace_final_state=True, state_v_first=True, cu_seqlens=starts, ssm_state_indices=slots,
-            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0,
+            initial_state=pool, inplace_final_state=True, state_v_first=True, cu_seqlens=starts,
+            ssm_state_indices=slots, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, lower_bound=-5.0,
         )  # fmt: skip
         return rms_norm_gated(o.view(T, H, 128), gate.view(T, H, 128), norm, None, activation="sigmoid", eps=1e-5)
 
@@ -117,7 +118,7 @@ def _attn_res_row(T: int, nb: int) -> Row:
     D, attrs = k3.hidden, dict(nb=nb, write=-1)
     least, sets = 2 * D * (T * (nb + 4) + 3), []
     for _ in range(copies(least)):
-        t = {n: _normal(T, D) for n in ("prefix", "delta", "out")} | {n: _normal(D) for n in ("w_norm", "w_out")}
+        t = {n: _normal(T, D) for n in ("prefix", "delta", "out")} | dict(w_norm=_normal(D), w_out=_normal(D))
         sets.append(t | dict(blocks=_normal(T, 8, D), w_proj=_normal(D, scale=D**-0.5)))
     ours = [lambda t=t: launch(attn_res.attn_res, t, attrs) for t in sets]
     peers = {"fla": _fla() or [_fla_attn_res(t, nb) for t in sets], "compiled": [_compiled(t, nb) for t in sets]}
