@@ -15,7 +15,9 @@ rounding more makes it sqrt(2). Per row 2 (noise of a short row, and three round
 the midpoint in power between none and one, sqrt(1.5). Per element 3: rounding errors are uniform, their maximum is
 sqrt(3) times their RMS, and half a ULP comes on top.
 fp32: an elementary operation of the reference is within half a ULP, 0.29 in RMS; ex2.approx and rsqrt.approx are
-within 2: ratio 2 / 0.29 = 7, so 8. Another order of summation has errors of the same law. Per element 3 x 8.
+within 2: ratio 2 / 0.29 = 7, so 8. Another order of summation has errors of the same law. The errors of a state row
+are one number, the error of u, times the key, and a key may be one channel: an element may carry the error of its
+whole row of 128, so per element 8 sqrt(128) (on an H200, mini shows 30).
 """
 
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ class Bounds:
     pooled: float
 
 
-BOUNDS = {torch.bfloat16: Bounds(2.0, 3.0, 1.5**0.5), torch.float32: Bounds(8.0, 24.0, 8.0)}
+BOUNDS = {torch.bfloat16: Bounds(2.0, 3.0, 1.5**0.5), torch.float32: Bounds(8.0, 8.0 * 128**0.5, 8.0)}
 
 
 def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:

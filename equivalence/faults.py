@@ -36,7 +36,7 @@ FAULTS = {
     for f in (
         Fault(
             "kda.decay_sign", "kda", "kda_decode",
-            (("cute.math.exp(law.FLOOR * sigmoid(", "cute.math.exp(-law.FLOOR * sigmoid("),),
+            (("exp_near_zero(law.FLOOR * sigmoid(", "cute.math.exp(-law.FLOOR * sigmoid("),),
             "the log-decay has the wrong sign",
         ),
         Fault(
