@@ -3,7 +3,7 @@
 Importing this package registers every twin.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from reference.config import deep, k3, mini
 
@@ -18,6 +18,15 @@ def production_kernels(batches: tuple[int, ...] = BATCHES) -> list[Kernel]:
     return list(
         dict.fromkeys(kernel for twin, tensors, attrs in _calls(batches) for kernel in pick(twin, tensors, attrs))
     )
+
+
+def forms(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """One kernel of each form: the first with its entry function, block and cluster. Batch sizes and the like differ in
+    constants only."""
+    first: dict[tuple, Kernel] = {}
+    for kernel in kernels:
+        first.setdefault((kernel.entry, kernel.block, kernel.cluster), kernel)
+    return list(first.values())
 
 
 def _calls(batches: tuple[int, ...]) -> Iterator[tuple]:

@@ -55,14 +55,14 @@ def bisect(
 def order(
     kernel: str = typer.Option("", help="Only kernels whose name contains this."),
     target: list[str] = typer.Option([], help="sm_90a, sm_100a, sm_103a (default: all three)."),
-    every: bool = typer.Option(False, "--all", help="Every production batch size, not one of each form."),
+    scope: str = typer.Option("batch1", help="forms: one kernel of each; batch1: also all of one request; all."),
     json: str = JSON,
 ):  # fmt: skip
     """Prove for every kernel and target that no load or store is reachable before the wait it depends on. No GPU."""
     with one_line():
         from . import order as command
 
-        result = command.run(kernel, target, every)
+        result = command.run(kernel, target, scope)
         write_json(result.as_dict(), json)
     raise typer.Exit(result.exit_code)
 
