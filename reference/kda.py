@@ -81,16 +81,21 @@ def gates(raw_g: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, num: Numeric
     return FLOOR * torch.sigmoid(num.up(A_log).exp()[:, None] * g), torch.sigmoid(num.up(b))
 
 
+def delta_rule(S: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    """One token: state S [..., V, K], q, k, v, log_decay [..., 128], beta [...] -> S, the write u, o [..., V]."""
+    S = S * log_decay.exp()[..., None, :]
+    u = beta[..., None] * (v - (S @ k[..., None]).squeeze(-1))
+    S = S + u[..., None] * k[..., None, :]
+    return S, u, (S @ q[..., None]).squeeze(-1)
+
+
 @RECURRENCE.law
 def recurrence(q, k, v, raw_g, b, A_log, dt_bias, slots, recurrent, *, num):
     """One step of the delta rule per request. Decay precedes the read; the output sees the updated state."""
     q, k = unit_keys(q, k, num)
     log_decay, beta = gates(raw_g, b, A_log, dt_bias, num)
-    S = num.up(recurrent[slots.long().clamp_min(0)]) * log_decay.exp()[:, :, None, :]  # [T, H, V, K]
-    u = beta[..., None] * (num.up(v) - (S @ k[..., None]).squeeze(-1))
-    S = S + u[..., None] * k[..., None, :]
-    o = torch.where((slots > 0)[:, None, None], (S @ q[..., None]).squeeze(-1), 0)
-    return dict(o=num.chain(o), recurrent=S)
+    S, _, o = delta_rule(num.up(recurrent[slots.long().clamp_min(0)]), q, k, num.up(v), log_decay, beta)
+    return dict(o=num.chain(torch.where((slots > 0)[:, None, None], o, 0)), recurrent=S)
 
 
 OUT_NORM = Stage(
