@@ -151,7 +151,7 @@ def causal(q_lat, block_table, lens, cache, *, scale, num):
     rows = cache[block_table[0].long()].flatten(0, 1)
     at, parts = torch.arange(len(rows), device=lens.device), []
     for q, n in zip(q_lat.split(128), lens.split(128), strict=True):
-        last = int(n[-1])
+        last = max(1, int(n[-1]))  # a context-parallel rank may hold no row yet
         seen = (at[:last] < n[:, None]).repeat_interleave(q.shape[1], dim=0)  # [128 * H, last]
         parts.append(attend(q.flatten(0, 1), rows[:last], seen, scale, num))
     o, lse = (torch.cat(p).unflatten(0, (len(q_lat), -1)) for p in zip(*parts, strict=True))

@@ -14,6 +14,7 @@ from . import attn_res, embed, head, kda, mla, mlp, moe, sample
 from . import kda_prefill as kda_prefill  # registers the prefill laws
 from .config import Config
 from .numerics import Numerics
+from .shard import Seat
 from .stage import Stage, bf16, f32, i32, i64
 
 
@@ -21,10 +22,11 @@ from .stage import Stage, bf16, f32, i32, i64
 class Ref:
     """Where an argument comes from: a buffer of the step, a weight, a state tensor or an index tensor.
 
-    cols: columns of a 2-D buffer; rows: the last n rows of it.
+    cols: columns of a 2-D buffer; rows: the last n rows of it. Space "tp" or "dcp": the buffer of every rank of the
+    group, stacked in rank order, which only a world can resolve.
     """
 
-    space: str  # "act", "weight", "state", "index"
+    space: str  # "act", "weight", "state", "index"; "tp", "dcp"
     name: str
     layer: int | None = None
     cols: tuple[int, int] | None = None
@@ -33,16 +35,21 @@ class Ref:
 
 @dataclass(frozen=True)
 class Step:
-    """One stage at one place of the model. `key` names it in reports, e.g. "07.kda.conv"; some have no layer."""
+    """One stage at one place of the model. `key` names it in reports, e.g. "07.kda.conv"; some have no layer.
+
+    tag tells apart stages that occur several times in a layer: collectives carry the name of what they complete.
+    """
 
     layer: int | None
     stage: Stage
     bind: Mapping[str, Ref]
     attrs: Mapping
+    tag: str = ""
 
     @property
     def key(self) -> str:
-        return self.stage.name if self.layer is None else f"{self.layer:02d}.{self.stage.name}"
+        name = f"{self.stage.name}.{self.tag}" if self.tag else self.stage.name
+        return name if self.layer is None else f"{self.layer:02d}.{name}"
 
 
 @dataclass(frozen=True, eq=False)  # one object per (config, tokens, kind): identity is equality
@@ -63,13 +70,20 @@ def ix(name):
 
 
 @cache
-def plan(config: Config, tokens: int, *, prefill: bool = False, masked: bool = False) -> Plan:
+def plan(
+    config: Config, tokens: int, *, prefill: bool = False, masked: bool = False, world: Seat | None = None
+) -> Plan:
     """The steps of one decode step (`tokens` rows, one per request) or of a prefill (`tokens` tokens of one request).
 
-    masked: the step takes an `allowed` mask over the vocabulary (structured output).
+    masked: the step takes an `allowed` mask over the vocabulary (structured output). world: the plan of one rank of
+    several, with collectives in it.
     """
     if tokens < 1:
         raise ValueError(f"plan for {tokens} tokens: allowed are 1 and more")
+    if world is not None:
+        from .rank_plan import rank_plan  # it rewrites what this function makes
+
+        return rank_plan(config, tokens, world, prefill=prefill, masked=masked)
     c, steps = config, []
 
     def add(layer, stage, attrs=None, **bind):

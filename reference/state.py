@@ -86,7 +86,7 @@ class DecodeState:
 
     def clone(self) -> "DecodeState":
         """The same contents in other memory; allocation lists are copied too."""
-        twin = object.__new__(DecodeState)
+        twin = object.__new__(type(self))
         twin.__dict__ = dict(self.__dict__, tensors={k: t.clone() for k, t in self.tensors.items()})
         twin.free_slots, twin.free_pages = list(self.free_slots), list(self.free_pages)
         return twin
