@@ -66,7 +66,7 @@ def block(p: Tensor, q: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
     P = torch.stack(P, dim=1)  # [R, S + 1]
     weights = (P[..., None] * p - q).clamp_min(0)
     R = weights.sum(-1)
-    h = R / (R + 1 - P).clamp_min(1e-300)  # behind the last draft q is 0, so R = P and h = P
+    h = R / (R + (1 - P)).clamp_min(1e-300)  # behind the last draft q is 0, so R = P and h = P
     return h[:, 1:], weights
 
 
