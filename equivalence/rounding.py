@@ -1,10 +1,11 @@
 """How far a precision mode of the law may be from `exact`: one rounding budget per stage.
 
 A stage that rounds n times between its inputs and its bf16 outputs has an RMS error of at most n roundings; fp32
-outputs stay within the floor of fp32 sums.
+outputs stay within the floor of fp32 sums. One rounding is 2^-8 at most and 2^-8 / sqrt(3) in RMS, but few elements are
+no sample of it: below `SAMPLE` the maximum is the budget.
 """
 
-from .compare import FLOOR
+from .compare import FLOOR, SAMPLE
 
 ROUNDING = 2.0**-8 / 3**0.5  # RMS of one rounding to bf16 relative to the value, where that is a power of two
 # Roundings between a stage's inputs and its bf16 outputs, where there are more than one: (fused, unfused).
@@ -23,7 +24,8 @@ def budget_excess(result, which: int) -> dict[str, float]:
         if f.check != "value":
             continue
         stage, bf16 = f.place.stages[-1], f.dtype == "bfloat16" or (which and f.place.tensor in CHAINED)
-        budget = ROUNDINGS.get(stage, (1, 1))[which] * ROUNDING if bf16 else FLOOR
+        one = ROUNDING if f.compared >= SAMPLE else ROUNDING * 3**0.5
+        budget = ROUNDINGS.get(stage, (1, 1))[which] * one if bf16 else FLOOR
         if f.error > budget:
             over[f"{f.place.key} {f.place.tensor}"] = f.error / budget
     return over

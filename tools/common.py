@@ -1,6 +1,7 @@
 """What the subcommands share: exit codes, the model and prompts a user names, and JSON output."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -24,9 +25,9 @@ def device(name: str) -> torch.device:
     """The device a user names; auto takes the first GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(name)
-    if chosen.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device {name!r}: allowed are auto, cpu, cuda, cuda:N")
+    chosen = torch.device(name)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: no CUDA GPU is visible")
     return chosen
@@ -65,5 +66,5 @@ def one_line():
     try:
         yield
     except (ValueError, NotImplementedError, FileNotFoundError, ImportError) as error:
-        console.print(f"[red]k3:[/] {error}")
+        console.print(f"k3: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(UNJUDGED)
