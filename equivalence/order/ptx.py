@@ -33,14 +33,17 @@ _SPACES = ("global", "shared", "local", "param", "const")
 @dataclass
 class _Scope:
     suffix: str
-    registers: list[tuple[str, bool]]  # name, and whether it is a prefix of numbered registers
+    registers: list[tuple[str, bool, str]]  # name, whether it is a prefix of numbered registers, declared type
     memory: dict[str, int]  # variables in shared or local memory, by origin
 
 
-class _Reader:
+class Reader:
+    """Reads one function, statement by statement; a subclass may keep more of each than the checks need."""
+
     def __init__(self, parameters: dict[str, Value], module: dict[str, int], files: dict[str, str]):
         self.parameters, self.files = parameters, files
         self.scopes = [_Scope("", [], module)]
+        self.types: dict[str, str] = {}  # of the registers met so far, as declared: "b32", "pred"
         self.opened = 0
         self.insts: list[Inst] = []
         self.labels: dict[str, int] = {}
@@ -51,8 +54,9 @@ class _Reader:
     def operand(self, name: str) -> Operand | None:
         """A register by its unique name, the address of a variable or parameter, or None for anything else."""
         for scope in reversed(self.scopes):
-            for declared, numbered in scope.registers:
+            for declared, numbered, kind in scope.registers:
                 if name == declared or (numbered and name.startswith(declared) and name[len(declared) :].isdigit()):
+                    self.types[name + scope.suffix] = kind
                     return name + scope.suffix
             if name in scope.memory:
                 return origin(scope.memory[name])
@@ -69,7 +73,7 @@ class _Reader:
         if words[0] == ".reg":
             for item in text.split(None, 2)[2].split(","):
                 name, _, count = item.strip().partition("<")
-                self.scopes[-1].registers.append((name, bool(count)))
+                self.scopes[-1].registers.append((name, bool(count), words[1].lstrip(".")))
         elif words[0] in (".shared", ".local"):
             name = re.search(r"([\w$]+)\s*(?:\[[^]]*\])?$", text)[1]
             self.scopes[-1].memory[name] = SHARED if words[0] == ".shared" else LOCAL
@@ -91,7 +95,7 @@ class _Reader:
             guard, body = (self.registers(m[2])[0], not m[1]), text[m.end() :]
         op, _, rest = body.partition(" ")
         parts = op.split(".")
-        operands = _split(rest)
+        operands = split(rest)
         inst = Inst(line, op, text, self.source, guard)
         if parts[0] in ("bra", "brx"):
             self.jumps.append((inst, operands[-1], [s.suffix for s in self.scopes]))
@@ -112,7 +116,7 @@ class _Reader:
         return inst
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
     """Operands: split at commas outside brackets and braces."""
     out, depth = [""], 0
     for c in text:
@@ -132,7 +136,7 @@ def _order(parts: list[str], default: str) -> str:
     return next((p for p in parts if p in ("relaxed", "volatile", "mmio", "acquire", "release", "acq_rel")), default)
 
 
-def _memory(reader: _Reader, inst: Inst, parts: list[str], operands: list[str]) -> None:
+def _memory(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) -> None:
     """Set the access (or the doubt) of an instruction that may touch global memory."""
     base, space = parts[0], _space(parts)
     at = reader.operands
@@ -180,7 +184,7 @@ def _copy(inst: Inst, parts: list[str], operands: list[str], access) -> None:
         inst.doubt = "a copy between spaces that the checker does not know"
 
 
-def _on_chip(reader: _Reader, inst: Inst, parts: list[str], operands: list[str]) -> None:
+def _on_chip(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) -> None:
     """Data through shared or local memory: each is one variable, which only grows."""
     memory = f"{_space(parts)} memory"
     if parts[0] != "st":
@@ -207,7 +211,7 @@ def _sync(parts: list[str], access: Access | None) -> frozenset[str]:
     return frozenset()
 
 
-def _moves(reader: _Reader, inst: Inst, parts: list[str], operands: list[str]) -> tuple[Move, ...]:
+def _moves(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) -> tuple[Move, ...]:
     """What the registers of the first operand become."""
     base, space = parts[0], _space(parts)
     sources = tuple(o for text in operands[1:] for o in reader.operands(text))
@@ -232,6 +236,12 @@ def _moves(reader: _Reader, inst: Inst, parts: list[str], operands: list[str]) -
 
 def read(ptx: str, symbol: str) -> Program:
     """The Program of `.entry symbol`. Raises Unreadable if it is not there or breaks off."""
+    reader = scan(ptx, symbol)
+    return Program("PTX", reader.insts, link(reader.insts, reader.labels), ordered=False)
+
+
+def scan(ptx: str, symbol: str, kind: type[Reader] = Reader) -> Reader:
+    """The reader after `.entry symbol`. Raises Unreadable if it is not there or breaks off."""
     text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), ptx)
     entry = re.search(rf"\.entry\s+{re.escape(symbol)}\s*\(", text)
     if not entry:
@@ -248,12 +258,12 @@ def read(ptx: str, symbol: str) -> Program:
         name: SHARED for name in re.findall(r"\.shared\b[^;{}]*?([\w$]+)\s*(?:\[[^]]*\])?\s*;", text[: entry.start()])
     }
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.M))
-    reader = _Reader(pointers, module, files)
+    reader = kind(pointers, module, files)
     _body(reader, text, text.index("{", close) + 1)
-    return Program("PTX", reader.insts, link(reader.insts, reader.labels), ordered=False)
+    return reader
 
 
-def _body(reader: _Reader, text: str, at: int) -> None:
+def _body(reader: Reader, text: str, at: int) -> None:
     starts = [m.start() for m in re.finditer(r"\n", text)]
     while True:
         m = _PIECE.match(text, at)
@@ -280,7 +290,7 @@ def _body(reader: _Reader, text: str, at: int) -> None:
     _resolve(reader)
 
 
-def _resolve(reader: _Reader) -> None:
+def _resolve(reader: Reader) -> None:
     """Jumps to labels of the innermost scope that has them; brx.idx to every label of its table."""
     for inst, label, suffixes in reader.jumps:
         names = reader.tables.get(label, [label])

@@ -1,0 +1,115 @@
+"""Run kernels and twins on CPU tensors, in place."""
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fast.kernel import Kernel, pick
+from reference.plan import Plan
+from reference.stage import ContractError, Role, Twin
+
+from . import native
+
+TARGET = "sm_90a"
+BACKENDS = ("native", "numpy")
+
+
+def backend() -> str:
+    """What runs kernels here: "native" with a C compiler, else "numpy", with a warning that says so."""
+    if native.compiler():
+        return "native"
+    warnings.warn("no C compiler on PATH: kernels run in numpy, which takes about 30 times as long", stacklevel=2)
+    return "numpy"
+
+
+def spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """First byte and size in bytes of the memory that each tensor's elements lie in, gaps between rows included."""
+    out = []
+    for t in tensors:
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        out.append((t.data_ptr(), (last + 1) * t.element_size() if t.numel() else 0))
+    return out
+
+
+def launch(
+    kernel: Kernel, tensors: Mapping[str, Tensor] | Sequence[Tensor], *, target: str = TARGET, run: str | None = None
+) -> None:
+    """Execute one launch of a kernel on CPU tensors, written in place, from the PTX compiled for `target`.
+
+    tensors: by name, or in the order of kernel.args, scratch included. run: "native" or "numpy"; None: what is there.
+    Raises ContractError for another layout, Unsupported for an instruction, Fault for an access outside the tensors, a
+    misaligned one, a deadlock, or a warp-wide instruction without its lanes.
+    """
+    if isinstance(tensors, Mapping):
+        tensors = [tensors.get(arg.name) for arg in kernel.args]
+    if len(tensors) != len(kernel.args):
+        raise ContractError(f"{kernel.name}: {len(tensors)} tensors; allowed are {len(kernel.args)}")
+    checked = [arg.check(t, kernel.name) for arg, t in zip(kernel.args, tensors, strict=True)]
+    for arg, t in zip(kernel.args, checked, strict=True):
+        if t.device.type != "cpu":
+            raise ContractError(f"{kernel.name}: {arg.name} is on {t.device}; the interpreter runs on cpu tensors")
+    run = run or backend()
+    if run not in BACKENDS:
+        raise ContractError(f"run {run!r}: allowed are {', '.join(BACKENDS)}")
+    ptx = kernel.compile(target).ptx
+    if run == "native":
+        made = native.compile_ptx(ptx)
+        cluster = kernel.cluster or (1, 1, 1)
+        pointers = [t.data_ptr() for t in checked]
+        made(pointers, spans(checked), kernel.grid, kernel.block, cluster, kernel.smem, kernel.name)
+    else:
+        from .machine import Machine
+
+        Machine().run([(kernel, ptx, checked)])
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """A twin served on the CPU by the interpreter: an Implementation for selections and the equivalence engine."""
+
+    twin: Twin
+    target: str = TARGET
+
+    @property
+    def name(self) -> str:
+        return self.twin.name
+
+    @property
+    def spans(self) -> tuple[tuple[str, ...], ...]:
+        return self.twin.covers
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.twin.pick).parameters)
+
+    def unfit(self, plan: Plan, device: torch.device) -> str | None:
+        low, high = self.twin.batch
+        if plan.prefill:
+            return "prefill is served by the reference"
+        if not low <= plan.tokens <= high:
+            return f"batch {plan.tokens}: {self.name} serves {low}..{high}"
+        if device.type != "cpu":
+            return f"the interpreter runs on the CPU, not on {device}"
+        return None if self.target in self.twin.archs else f"{self.name} serves {', '.join(self.twin.archs)}"
+
+    def run(self, tensors: Mapping[str, Tensor], attrs: Mapping) -> tuple[str, ...]:
+        kernels = pick(self.twin, tensors, attrs)
+        for kernel in kernels:
+            launch(kernel, [_bind(kernel, arg, tensors) for arg in kernel.args], target=self.target)
+        return tuple(f"{k.name} ({self.target} PTX, interpreted)" for k in kernels)
+
+
+_scratch: dict[tuple[Kernel, str], Tensor] = {}
+
+
+def _bind(kernel: Kernel, arg, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """The tensor of an argument; scratch is zeroed once and kept, as on a GPU."""
+    if arg.role is not Role.SCRATCH:
+        return tensors.get(arg.name)
+    if (kernel, arg.name) not in _scratch:
+        _scratch[kernel, arg.name] = torch.zeros(arg.shape, dtype=arg.dtype)
+    return _scratch[kernel, arg.name]
