@@ -1,9 +1,10 @@
 """Skinny GEMM twin: out[M, N] = x[M, K] w[N, K]^T for M = 1..64, bf16 in and out, fp32 accumulation, one rounding.
 
-Two forms. `linear_fma` streams weights into registers, for the fewest tokens: fp32 FMA, no shared memory between a
-weight and its use. `linear_mma` streams them through shared memory into tensor cores, for the rest.
-Which form and which split of the work is a table over (N, K, M), with an estimate for shapes outside it. The order of
-the additions follows the configuration, so a row's last bit may depend on M; for one M a result never varies.
+Three forms. `linear_fma` streams weights into registers, for the fewest tokens: fp32 FMA, no shared memory between a
+weight and its use. `linear_mma` streams them through shared memory into tensor cores, for more tokens.
+`linear_direct` loads a K of a few steps straight into tensor core operands.
+Which form and which split of the work is a table over (N, K, M), with an estimate for what was not measured. The order
+of the additions follows the configuration, so a row's last bit may depend on M; for one M a result never varies.
 """
 
 from itertools import product
@@ -15,19 +16,38 @@ from reference.config import Config, deep, k3_rank, mini
 from reference.stage import ContractError, Role, twin
 
 from .kernel import ARCHS, Arg, Kernel
+from .linear_direct import STEP, DirectConfig, direct_entry
 from .linear_fma import SWEEP, FmaConfig, fma_entry, sweeps
-from .linear_mma import PAD, MmaConfig, mma_entry, split_entry
+from .linear_mma import PAD, MmaConfig, mma_entry
+from .linear_tuned import TUNED
 
 SMS = 132  # of an H200; a GB300 has 148 to 152, where one wave of these grids fits as well
 SMEM = 232448  # bytes of shared memory a CTA may use on all targets
 REGISTERS = 65536  # of an SM
 FMA_TOKENS = 4  # above, FMA and the conversions to fp32 cost more than the weights' arrival
 ALIGN = 8  # elements of 16 bytes
-TUNED: dict[tuple[int, int], dict[int, FmaConfig | MmaConfig]] = {}
+GPCS = (16, 16, 16, 16, 16, 16, 18, 18)  # SMs of an H200's clusters of processors; a cluster of CTAs stays in one
+CLOCK = 1755.0  # cycles per microsecond
+LinearConfig = FmaConfig | MmaConfig | DirectConfig
+
+
+def why_not(cfg: LinearConfig, M: int, N: int, K: int) -> str | None:
+    """Why a configuration is illegal or hopeless for a shape, or None."""
+    rule = {FmaConfig: why_not_fma, MmaConfig: why_not_mma, DirectConfig: why_not_direct}[type(cfg)]
+    return rule(cfg, M, N, K)
+
+
+def why_not_direct(cfg: DirectConfig, M: int, N: int, K: int) -> str | None:
+    if K % STEP:
+        return "K is no whole number of loads"
+    if cfg.registers(K) > 120:
+        return "operands do not fit in registers"
+    if cfg.tokens > 8 and cfg.tokens >= M + 8:
+        return "whole groups of tokens idle"
+    return None
 
 
 def why_not_fma(cfg: FmaConfig, M: int, N: int, K: int) -> str | None:
-    """Why a configuration is illegal or hopeless for a shape, or None."""
     passes = -(-N // (cfg.ctas * cfg.warps * cfg.rows))
     if sweeps(K) % cfg.depth:
         return "depth does not divide the sweeps of K"
@@ -56,19 +76,23 @@ def residents_fma(cfg: FmaConfig) -> int:
 
 
 def why_not_mma(cfg: MmaConfig, M: int, N: int, K: int) -> str | None:
-    """Why a configuration is illegal or hopeless for a shape, or None."""
     chunks = K // cfg.bk
+    _, pieces, step = cfg.copies
     if cfg.rows > N:
         return "more rows than weights"
     if cfg.rows % (16 * cfg.warps_n) or cfg.bk % (16 * cfg.warps_k) or K % cfg.bk:
         return "warps or stages do not divide the tile"
-    if cfg.splits > chunks or cfg.stages > -(-chunks // cfg.splits):
-        return "fewer chunks than splits or stages"
+    if not cfg.bulk and step * pieces != cfg.producers * 32:
+        return "producers do not copy whole rows at once"
+    if cfg.bulk and cfg.bk < 192:
+        return "bulk copies of short rows"
+    if cfg.splits > 8 or cfg.splits > chunks or cfg.stages > -(-chunks // cfg.splits):
+        return "more than eight splits, or fewer chunks than splits or stages"
     if cfg.stages < 1 or cfg.smem(M) > SMEM:
         return "shared memory does not fit"
     if cfg.fragments(M) > 24:
         return "more than 96 accumulators per lane"
-    if cfg.tiles(N) * cfg.splits > SMS * residents_mma(cfg, M):
+    if cfg.tiles(N) > sum(sms * residents_mma(cfg, M) // cfg.splits for sms in GPCS):
         return "more than one wave"
     if cfg.tiles(N) * cfg.splits < 0.7 * SMS and (cfg.rows > 16 or cfg.splits > 1):
         return "SMs idle"
@@ -81,58 +105,77 @@ def residents_mma(cfg: MmaConfig, M: int) -> int:
     return min((SMEM + 1024) // (cfg.smem(M) + 1024), REGISTERS // (cfg.threads * registers), 2048 // cfg.threads)
 
 
-def mma_config(M: int, K: int, rows: int, splits: int, ring: int, most: int, bulk: bool) -> MmaConfig:
+def mma_config(M: int, K: int, rows: int, splits: int, ring: int, most: int, producers: int, bulk: bool) -> MmaConfig:
     """Fill a ring of `ring` bytes; warps_n leaves a warp at most `most` fragments, warps_k fills up to eight warps."""
     tiles, tokens = rows // 16, -(-M // 8)
     warps_n = next(n for n in range(1, tiles + 1) if tiles % n == 0 and (tiles // n * tokens <= most or n == tiles))
     widths = [w for w in (512, 384, 256, 192, 128, 96, 64, 48, 32, 16) if K % w == 0]
+    if not bulk:
+        widths = [w for w in widths if producers * 32 % (w // 8) == 0]
     bk = next((w for w in widths if 8 * (rows + M) * (w + PAD) <= ring and w * splits <= K), widths[-1])
     warps_k = next(k for k in (8, 4, 2, 1) if bk // 16 % k == 0 and (warps_n * k <= 8 or k == 1))
     stages = min(ring // ((rows + M) * (bk + PAD) * 2), -(-K // bk // splits))
-    return MmaConfig(rows, splits, warps_n, warps_k, bk, stages, bulk)
+    return MmaConfig(rows, splits, warps_n, warps_k, bk, stages, producers, bulk)
 
 
-def candidates(M: int, N: int, K: int) -> tuple[list[FmaConfig | MmaConfig], dict[FmaConfig | MmaConfig, str]]:
+def candidates(M: int, N: int, K: int) -> tuple[list[LinearConfig], dict[LinearConfig, str]]:
     """The configurations worth timing for a shape, and the dropped ones with the reason."""
-    tried = []
+    tried: list[LinearConfig] = [DirectConfig(*c) for c in product((8, 16, 32), (1, 2, 4))]
     depths = [d for d in range(1, 29) if sweeps(K) % d == 0]
     for rows, depth, warps, per_sm in product((1, 2, 4), depths, (4, 6, 8, 9, 10, 12, 14, 16), (1, 2, 3)):
         if M <= FMA_TOKENS:
             passes = -(-N // (SMS * per_sm * warps * rows))
             tried.append(FmaConfig(rows, depth, warps, -(-N // (passes * warps * rows))))
-    for rows, splits, ring, most, bulk in product(
-        (16, 32, 48, 64, 96, 112, 128, 144, 192),
-        (1, 2, 3, 4, 5, 6, 8, 11, 12),
-        (104_000, 216_000),
-        (16, 24),
-        (False, True),
+    copies = [(1, True), (2, True)] if M <= 8 else [(2, True), (4, False)] if M <= 32 else [(2, False), (4, False)]
+    for rows, splits, ring, most, (producers, bulk) in product(
+        (16, 32, 48, 64, 96, 112, 128, 144, 192, 224), (1, 2, 3, 4, 5, 6, 7, 8), (104_000, 216_000), (16, 24), copies
     ):
-        tried.append(mma_config(M, K, rows, splits, ring, most, bulk))
-    why = {cfg: (why_not_fma if isinstance(cfg, FmaConfig) else why_not_mma)(cfg, M, N, K) for cfg in tried}
+        tried.append(mma_config(M, K, rows, splits, ring, most, producers, bulk))
+    tried += [mma_config(M, K, 16, 1, 104_000, 16, 4, False)]  # legal for every shape
+    why = {cfg: why_not(cfg, M, N, K) for cfg in tried}
     return [cfg for cfg, reason in why.items() if not reason], {cfg: reason for cfg, reason in why.items() if reason}
 
 
-def estimate(cfg: FmaConfig | MmaConfig, M: int, N: int, K: int) -> float:
-    """Microseconds a configuration should take on an H200: the slowest of three streams, plus what is not hidden.
+def estimate(cfg: LinearConfig, M: int, N: int, K: int) -> float:
+    """Microseconds a configuration should take on an H200: the slowest of its streams, plus what is not hidden.
 
     Rates in bytes per microsecond: 4.3e6 of HBM, 5.5e6 of L2 into all SMs; 0.9 us from a load to its data under load.
     """
+    if isinstance(cfg, DirectConfig):
+        blocks, groups, _ = cfg.grid(M, N)
+        l2 = 2 * K * (16 * groups + cfg.tokens) * blocks * cfg.warps * groups / 5.5e6
+        return 1.2 + l2 + 70 * K / 32 / CLOCK + 0.1 * cfg.tokens / 8
     if isinstance(cfg, FmaConfig):
         flight = 512 * cfg.rows * cfg.depth * cfg.warps * cfg.ctas
         work = -(-N // (cfg.ctas * cfg.warps * cfg.rows)) * cfg.ctas * cfg.warps * cfg.rows
         return max(2 * work * K / 4.3e6, 2 * N * K * 0.9 / flight) * (1 + 0.04 * (M - 1)) + 1.5
-    tiles, ctas = cfg.tiles(N), cfg.tiles(N) * cfg.splits
-    flight = ctas * cfg.stages * cfg.rows * cfg.bk * 2
-    weights = 2 * N * K
-    sums = 4 * cfg.splits * N * -(-M // 8) * 8 if cfg.splits > 1 else 0
-    l2 = (weights + 2 * tiles * M * K + 2 * sums) / 5.5e6
+    return estimate_mma(cfg, M, N, K)
+
+
+def estimate_mma(cfg: MmaConfig, M: int, N: int, K: int) -> float:
+    """Cycles of one SM: 128 bytes of shared memory or 1270 products a cycle; 17 a bulk copy, 20 a cp.async of a warp.
+
+    A stage costs 150 more to produce and 200 to consume, for its barriers and the first loads behind them.
+    """
+    tiles, tokens = cfg.tiles(N), -(-M // 8) * 8
+    ctas, chunks = tiles * cfg.splits, -(-(K // cfg.bk) // cfg.splits)
+    weights = 2 * tiles * cfg.rows * K
     hbm = weights / 4.3e6 * (1 + max(0, SMS * 0.7 - ctas) / SMS)
-    tail = 1.2 + cfg.splits * cfg.rows * M * 4 / 1e5 if cfg.splits > 1 else 0
-    return max(hbm, l2, weights * 0.9 / flight) + tail + 0.1 * cfg.warps_k * cfg.rows * M / 4096 + 1.5
+    l2 = (weights + 2 * tiles * M * K) / 5.5e6
+    flight = weights * 0.9 / (ctas * cfg.stages * cfg.rows * cfg.bk * 2)
+    _, pieces, _ = cfg.copies
+    cost = max(17 / cfg.producers, 8) if cfg.bulk else max(20 / cfg.producers, 8) / 32
+    issue = chunks * ((cfg.rows + M) * pieces * cost + 150)
+    lead = min(cfg.stages, chunks) * M * pieces * cost
+    shared = 32 * (2 * cfg.rows + M + tokens * cfg.warps_n) / 128
+    steps = chunks * (cfg.bk / 16 * max(shared, cfg.rows * tokens * 16 / 1270) + 200) * -(-ctas // SMS)
+    sums = cfg.rows * tokens * 4
+    tail = (2 * sums * cfg.warps_k / 128 if cfg.warps_k > 1 else 0) + (1600 + sums / 24 if cfg.splits > 1 else 0)
+    return max(hbm, l2, flight, issue / CLOCK, steps / CLOCK) + (lead + tail) / CLOCK + 1.6
 
 
-def choose_config(M: int, N: int, K: int) -> FmaConfig | MmaConfig:
-    """The measured winner for (N, K, M), or of the next larger M measured; the best estimate for other shapes."""
+def choose_config(M: int, N: int, K: int) -> LinearConfig:
+    """The measured winner for (N, K, M), or of the next larger M measured; the best estimate where there is none."""
     tuned = {m: cfg for m, cfg in TUNED.get((N, K), {}).items() if m >= M}
     if tuned:
         return tuned[min(tuned)]
@@ -151,7 +194,6 @@ def linear(x, w, out):
 
     M is 1..64, K a multiple of 16, N of 8 and at least 16, row strides multiples of 8: rows start on 16 bytes.
     Raises NotImplementedError for another size or stride, ContractError for shapes that disagree.
-    Launches of one configuration share their scratch: run them on one stream.
     """
     (M, K), N = x.shape, w.shape[0]
     if w.shape[1] != K or out.shape != (M, N):
@@ -168,24 +210,23 @@ def linear(x, w, out):
     return (linear_kernel(choose_config(M, N, K), M, N, K, x.stride(0), out.stride(0)),)
 
 
-def linear_kernel(cfg: FmaConfig | MmaConfig, M: int, N: int, K: int, x_stride: int, out_stride: int) -> Kernel:
+def linear_kernel(cfg: LinearConfig, M: int, N: int, K: int, x_stride: int, out_stride: int) -> Kernel:
     """The kernel of one configuration; strides are in elements."""
     bf16 = torch.bfloat16
-    args = [
+    args = (
         Arg("x", Role.ACTIVATION, bf16, (M, K), (x_stride, 1)),
         Arg("w", Role.WEIGHT, bf16, (N, K)),
         Arg("out", Role.OUTPUT, bf16, (M, N), (out_stride, 1)),
-    ]
+    )
+    cluster, smem = None, 0
     if isinstance(cfg, FmaConfig):
         name, entry, grid, threads, smem = "fma", fma_entry, (cfg.ctas, 1, 1), cfg.warps * 32, cfg.smem(M, K)
+    elif isinstance(cfg, DirectConfig):
+        name, entry, grid, threads = "direct", direct_entry, cfg.grid(M, N), cfg.warps * 32
     else:
-        name, entry, threads, smem = "mma", mma_entry, cfg.threads, cfg.smem(M)
-        grid = (cfg.tiles(N), cfg.splits, 1)
-        if cfg.splits > 1:
-            entry = split_entry
-            args.append(Arg("part", Role.SCRATCH, torch.float32, cfg.workspace(M, N)))
-            args.append(Arg("arrivals", Role.SCRATCH, torch.int32, (cfg.tiles(N),)))
-    return Kernel(f"linear_{name}-m{M}-n{N}-k{K}", entry, tuple(args), (cfg,), grid, (threads, 1, 1), smem)
+        name, entry, grid, threads, smem = "mma", mma_entry, (cfg.splits, cfg.tiles(N), 1), cfg.threads, cfg.smem(M)
+        cluster = (cfg.splits, 1, 1) if cfg.splits > 1 else None
+    return Kernel(f"linear_{name}-m{M}-n{N}-k{K}", entry, args, (cfg,), grid, (threads, 1, 1), smem, cluster)
 
 
 def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:

@@ -1,11 +1,11 @@
 """Skinny GEMM on tensor cores: out[M, N] = x[M, K] w[N, K]^T for M = 1..64, weights streamed through shared memory.
 
-Plan. A CTA owns `rows` weight rows and one of `splits` ranges of K. One warp produces: it copies [rows, bk] weights and
+Plan. A CTA owns `rows` weight rows and one of `splits` ranges of K. `producers` warps copy [rows, bk] weights and
 [M, bk] activations per stage into a ring of `stages`, the weights of the whole ring before griddepcontrol.wait. The
 other warps_n x warps_k warps consume: weights are the 16-row A operand of mma.m16n8k16, tokens the 8-wide B operand;
-warps_n divide the rows, warps_k the 16-column steps of a stage. Partial sums meet in shared memory (warps_k), then in
-an fp32 workspace (splits), where the last CTA of a tile adds them in the order of the splits.
-Bound: the weight stream; from about 32 tokens on, also x, which every tile reads from L2.
+warps_n divide the rows, warps_k the 16-column steps of a stage. Partial sums meet in shared memory: of the CTA
+(warps_k), then of the cluster that the splits of a tile form, where each CTA adds and stores its share of the tile.
+Bound: the weight stream; from about 32 tokens on, also x, which every tile reads from L2: rows and splits grow with M.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,10 @@ PAD = 8  # elements between rows in shared memory: eight rows of 16 bytes then f
 
 @dataclass(frozen=True)
 class MmaConfig:
-    """rows: weight rows of a CTA. splits: CTAs that share a row tile. bk: columns of a stage. stages: ring depth.
+    """rows: weight rows of a CTA. splits: CTAs of a row tile, one cluster. bk: columns of a stage. stages: ring depth.
 
-    bulk: rows arrive by cp.async.bulk, one instruction each; otherwise by cp.async, 16 bytes a lane.
+    producers: warps that copy. bulk: a row of a stage arrives by one cp.async.bulk; otherwise by cp.async, 16 bytes a
+    lane.
     """
 
     rows: int
@@ -35,6 +36,7 @@ class MmaConfig:
     warps_k: int
     bk: int
     stages: int
+    producers: int
     bulk: bool
 
     @property
@@ -43,7 +45,7 @@ class MmaConfig:
 
     @property
     def threads(self) -> int:
-        return WARP * (self.consumers + 1)
+        return WARP * (self.consumers + self.producers)
 
     @property
     def pitch(self) -> int:
@@ -61,18 +63,25 @@ class MmaConfig:
         """16 x 8 accumulator fragments of one warp."""
         return self.row_tiles * -(-M // 8)
 
+    @property
+    def copies(self) -> tuple[int, int, int]:
+        """How producers share a stage: columns of one copy, copies of a row, rows that all of them copy at once."""
+        width, at_once = (self.bk, self.producers) if self.bulk else (8, self.producers * WARP)
+        return width, self.bk // width, at_once // (self.bk // width)
+
     def ring(self, M: int) -> int:
-        """Bytes of the ring, which later holds the partial sums of the warps."""
-        sums = 16 * WARP * self.fragments(M) * self.consumers if self.warps_k > 1 else 0
-        return -(-max(self.stages * (self.rows + M) * self.pitch * 2, sums) // 128) * 128
+        """Bytes of the ring, which later holds the partial sums: first of all warps, then of all splits."""
+        warps = self.fragments(M) * self.consumers if self.warps_k > 1 else 0
+        splits = self.splits * self.owned(M) if self.splits > 1 else 0
+        return -(-max(self.stages * (self.rows + M) * self.pitch * 2, 16 * WARP * max(warps, splits)) // 128) * 128
+
+    def owned(self, M: int) -> int:
+        """Fragments of a tile that one CTA of its cluster adds, at most."""
+        return -(-self.fragments(M) * self.warps_n // self.splits)
 
     def smem(self, M: int) -> int:
-        """Bytes of dynamic shared memory: the ring, two barriers per stage, one flag."""
+        """Bytes of dynamic shared memory: the ring, two barriers per stage, one for the splits."""
         return self.ring(M) + 16 * self.stages + 16
-
-    def workspace(self, M: int, N: int) -> tuple[int, ...]:
-        """Shape of the fp32 partial sums: tile, split, row group, fragment, lane, the lane's four values."""
-        return self.tiles(N), self.splits, self.warps_n, self.fragments(M), WARP, 4
 
 
 def flat(t: cute.Tensor, offset: int, size: int) -> cute.Tensor:
@@ -83,56 +92,68 @@ def fragment(t: cute.Tensor, offset: int, size: int) -> cute.Tensor:
     return cute.make_tensor(t.iterator + offset, cute.make_layout((size, 1, 1)))
 
 
-def by_piece(t: cute.Tensor, width: int, first) -> cute.Tensor:
-    """Rows first.. of global [R, K] as [8, width / 8, R, K / width]: 16-byte pieces, rows, chunks."""
-    R, K = t.shape
-    row = t.stride[0]
-    layout = cute.make_layout((8, width // 8, R, K // width), stride=(1, 8, row, width))
-    return cute.make_tensor(t.iterator + cute.assume(first * row, divby=8), layout)
-
-
 def ring(raw, rows: int, cfg: MmaConfig) -> cute.Tensor:
     """Shared memory as [8, bk / 8, rows, stages]."""
     layout = cute.make_layout((8, cfg.bk // 8, rows, cfg.stages), stride=(1, 8, cfg.pitch, rows * cfg.pitch))
     return cute.make_tensor(cute.recast_ptr(raw, dtype=BFloat16), layout)
 
 
+def share(pointer, first, row: int, chunk: int, rows: int, chunks: int, cfg: MmaConfig) -> cute.Tensor:
+    """What one producer copies, as [columns of a copy, copies, chunks], from its `first` element on.
+
+    row, chunk: elements from a row to the next, from a chunk or stage to the next. Copies are constant offsets apart.
+    """
+    width, _, step = cfg.copies
+    layout = cute.make_layout((width, -(-rows // step), chunks), stride=(1, step * row, chunk))
+    return cute.make_tensor(pointer + cute.assume(first, divby=8), layout)
+
+
 @cute.jit
-def fill(src: cute.Tensor, dst: cute.Tensor, full, bulk: cutlass.Constexpr):
-    """Copy one chunk [8, pieces, R] into one stage and arrive at its barrier when the bytes have landed."""
-    _, pieces, R = dst.shape
-    lane = cute.arch.lane_idx()
-    if cutlass.const_expr(bulk):
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16, num_bits_per_copy=128 * pieces)
+def fill(src: cute.Tensor, dst: cute.Tensor, full, row: Int32, rows: cutlass.Constexpr, cfg: cutlass.Constexpr):
+    """Copy a producer's share of `rows` rows of a chunk, from `row` on; arrive when the bytes have landed."""
+    width, _, step = cutlass.const_expr(cfg.copies)
+    if cutlass.const_expr(cfg.bulk):
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16, num_bits_per_copy=16 * width)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, R * pieces * 16)
-            for r in cutlass.range(R, unroll_full=True):
-                one, to = (flat(t[None, None, r], 0, 8 * pieces) for t in (src, dst))
-                cute.copy(atom, one, to, mbar_ptr=full)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, (rows + step - 1 - row) // step * (2 * width))
+            for i in cutlass.range_constexpr(cute.size(dst, mode=[1])):
+                if (i + 1) * step <= rows or row + i * step < rows:
+                    cute.copy(atom, src[None, i], dst[None, i], mbar_ptr=full)
     else:
         op = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, BFloat16, num_bits_per_copy=128)
-        for i in cutlass.range(-(-R * pieces // WARP), unroll_full=True):
-            p = lane + WARP * i
-            if R * pieces % WARP == 0 or p < R * pieces:
-                cute.copy(atom, src[None, p % pieces, p // pieces], dst[None, p % pieces, p // pieces])
+        for i in cutlass.range_constexpr(cute.size(dst, mode=[1])):
+            if (i + 1) * step <= rows or row + i * step < rows:
+                cute.copy(atom, src[None, i], dst[None, i])
         cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
 
 @cute.jit
-def produce(gw, gx, sw, sx, full, empty, chunk: Int32, count: Int32, cfg: cutlass.Constexpr):
-    """Keep the ring full: chunks chunk .. chunk + count of gw and gx into stages 0, 1, .. of sw and sx."""
+def produce(w, x, raw, full, empty, top: Int32, chunk: Int32, count: Int32, me: Int32, cfg: cutlass.Constexpr):
+    """Keep the ring full: chunks chunk .. chunk + count of the weight rows top .. and of x into stages 0, 1, ..
+
+    me: this thread among those that copy (bulk: this warp among the producers).
+    """
+    (M, K), rows, pitch = cutlass.const_expr(x.shape), cutlass.const_expr(cfg.rows), cutlass.const_expr(cfg.pitch)
+    width, pieces, _ = cutlass.const_expr(cfg.copies)
+    row, column = me // pieces, me % pieces * width
+    wide, to = K // cfg.bk, cute.recast_ptr(raw, dtype=BFloat16)
+    gw = share(w.iterator, (top + row) * w.stride[0] + column, w.stride[0], cfg.bk, rows, wide, cfg)
+    gx = share(x.iterator, row * x.stride[0] + column, x.stride[0], cfg.bk, M, wide, cfg)
+    sw = share(to, row * pitch + column, pitch, rows * pitch, rows, cfg.stages, cfg)
+    behind = to + cfg.stages * rows * pitch
+    sx = share(behind, row * pitch + column, pitch, M * pitch, M, cfg.stages, cfg)
     ahead = cutlass.min(count, cfg.stages)
     for i in cutlass.range(ahead, unroll=1):
-        fill(gw[None, None, None, chunk + i], sw[None, None, None, i], full + i, cfg.bulk)
+        fill(gw[None, None, chunk + i], sw[None, None, i], full + i, row, rows, cfg)
     cute.arch.griddepcontrol_wait()
     for i in cutlass.range(ahead, unroll=1):
-        fill(gx[None, None, None, chunk + i], sx[None, None, None, i], full + i, cfg.bulk)
+        fill(gx[None, None, chunk + i], sx[None, None, i], full + i, row, M, cfg)
     stage, phase = Int32(0), Int32(0)
     for i in cutlass.range(cfg.stages, count, unroll=1):
         cute.arch.mbarrier_wait(empty + stage, phase)
-        fill(gw[None, None, None, chunk + i], sw[None, None, None, stage], full + stage, cfg.bulk)
-        fill(gx[None, None, None, chunk + i], sx[None, None, None, stage], full + stage, cfg.bulk)
+        fill(gw[None, None, chunk + i], sw[None, None, stage], full + stage, row, rows, cfg)
+        fill(gx[None, None, chunk + i], sx[None, None, stage], full + stage, row, M, cfg)
         stage += 1
         if stage == cfg.stages:
             stage, phase = Int32(0), phase ^ 1
@@ -185,37 +206,55 @@ def consume(sw, sx, acc: cute.Tensor, full, empty, count: Int32, wn: Int32, wk: 
 def add_warps(acc: cute.Tensor, raw, wid: Int32, wn: Int32, wk: Int32, cfg: cutlass.Constexpr):
     """Add the accumulators of a row group's warps_k warps in order; warp wk keeps fragments wk, wk + warps_k, .."""
     F = cutlass.const_expr(acc.shape[1] * acc.shape[2])
-    if cutlass.const_expr(cfg.warps_k > 1):
-        lane = cute.arch.lane_idx()
-        layout = cute.make_layout((4, WARP, F, cfg.warps_n, cfg.warps_k))
-        sums = cute.make_tensor(cute.recast_ptr(raw, dtype=Float32), layout)
-        cute.arch.sync_threads()  # every stage has been read
-        if wid < cfg.consumers:
-            for f in cutlass.range_constexpr(F):
-                cute.autovec_copy(flat(acc, 4 * f, 4), sums[None, lane, f, wn, wk])
-        cute.arch.sync_threads()
-        if wid < cfg.consumers:
-            part = cute.make_rmem_tensor((4,), Float32)
-            for j in cutlass.range_constexpr(-(-F // cfg.warps_k)):
-                f = wk + j * cfg.warps_k
-                if F % cfg.warps_k == 0 or f < F:
-                    mine = flat(acc, 4 * j, 4)
-                    cute.autovec_copy(sums[None, lane, f, wn, 0], mine)
-                    for k in cutlass.range_constexpr(1, cfg.warps_k):
-                        cute.autovec_copy(sums[None, lane, f, wn, k], part)
-                        mine.store(mine.load() + part.load())
+    lane = cute.arch.lane_idx()
+    layout = cute.make_layout((4, WARP, F, cfg.warps_n, cfg.warps_k))
+    sums = cute.make_tensor(cute.recast_ptr(raw, dtype=Float32), layout)
+    cute.arch.sync_threads()  # every stage has been read
+    if wid < cfg.consumers:
+        for f in cutlass.range_constexpr(F):
+            cute.autovec_copy(flat(acc, 4 * f, 4), sums[None, lane, f, wn, wk])
+    cute.arch.sync_threads()
+    if wid < cfg.consumers:
+        part = cute.make_rmem_tensor((4,), Float32)
+        for j in cutlass.range_constexpr(-(-F // cfg.warps_k)):
+            f = wk + j * cfg.warps_k
+            if F % cfg.warps_k == 0 or f < F:
+                mine = flat(acc, 4 * j, 4)
+                cute.autovec_copy(sums[None, lane, f, wn, 0], mine)
+                for k in cutlass.range_constexpr(1, cfg.warps_k):
+                    cute.autovec_copy(sums[None, lane, f, wn, k], part)
+                    mine.store(mine.load() + part.load())
 
 
 @cute.jit
-def add_splits(part: cute.Tensor, f: Int32, value: cute.Tensor):
-    """value [4] = the lane's part of fragment f, summed over the splits in order; part [splits, fragments, lane, 4]."""
-    splits = cutlass.const_expr(part.shape[0])
-    every = cute.make_rmem_tensor((4, splits), Float32)
-    for s in cutlass.range_constexpr(splits):
-        cute.autovec_copy(part[s, f, cute.arch.lane_idx(), None], every[None, s])
-    value.store(every[None, 0].load())
-    for s in cutlass.range_constexpr(1, splits):
-        value.store(value.load() + every[None, s].load())
+def send(acc: cute.Tensor, sums: cute.Tensor, ready, split: Int32, wn: Int32, wk: Int32, cfg: cutlass.Constexpr):
+    """Give every fragment of this warp to the CTA of the cluster that adds it; they go round the CTAs."""
+    F = cutlass.const_expr(acc.shape[1] * acc.shape[2])
+    words = cute.recast_tensor(acc, Int32)
+    for j in cutlass.range_constexpr(-(-F // cfg.warps_k)):
+        f = wk + j * cfg.warps_k
+        if F % cfg.warps_k == 0 or f < F:
+            q = wn * F + f
+            to = sums[None, cute.arch.lane_idx(), split, q // cfg.splits].iterator
+            value = tuple(words[4 * j + i] for i in range(4))
+            cute.arch.store_async_dsmem(to, value, ready, q % cfg.splits)
+
+
+@cute.jit
+def add_splits(sums: cute.Tensor, out, F: cutlass.Constexpr, wid, split, row, low, cfg: cutlass.Constexpr):
+    """Add this CTA's fragments in the order of the splits and store them; they go round all its warps."""
+    warps, total = cutlass.const_expr(cfg.threads // WARP), cutlass.const_expr(F * cfg.warps_n)
+    every = cute.make_rmem_tensor((4, cfg.splits), Float32)
+    for j in cutlass.range_constexpr(-(-sums.shape[3] // warps)):
+        mine = wid + warps * j
+        f = split + cfg.splits * mine
+        if cfg.splits * warps * (j + 1) <= total or f < total:
+            for s in cutlass.range_constexpr(cfg.splits):
+                cute.autovec_copy(sums[None, cute.arch.lane_idx(), s, mine], every[None, s])
+            value = flat(every, 0, 4)
+            for s in cutlass.range_constexpr(1, cfg.splits):
+                value.store(value.load() + every[None, s].load())
+            store(out, value, f % F, cfg.row_tiles, row + 16 * cfg.row_tiles * (f // F), low)
 
 
 @cute.jit
@@ -233,36 +272,25 @@ def store(out: cute.Tensor, value: cute.Tensor, f: Int32, mt: cutlass.Constexpr,
             out[m, n] = value[i].to(BFloat16)
 
 
-@cute.jit
-def arrive(arrivals: cute.Tensor, tile: Int32, flag: cute.Tensor, splits: cutlass.Constexpr):
-    """Publish this CTA's partial sums; flag[0] becomes how many CTAs of the tile came before. The last one resets."""
-    thread, _, _ = cute.arch.thread_idx()
-    cute.arch.fence_acq_rel_gpu()
-    cute.arch.sync_threads()
-    if thread == 0:
-        before = cute.arch.atomic_add(arrivals.iterator + tile, Int32(1), sem="acq_rel", scope="gpu")
-        flag[0] = before
-        if before == splits - 1:
-            cute.arch.store(arrivals.iterator + tile, Int32(0), sem="relaxed", scope="gpu")
-    cute.arch.sync_threads()
-    cute.arch.fence_acq_rel_gpu()
-
-
 @cute.kernel
-def mma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, part, arrivals, cfg: cutlass.Constexpr):
+def mma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.Constexpr):
     M, (N, K) = cutlass.const_expr(x.shape[0]), w.shape
     thread, _, _ = cute.arch.thread_idx()
-    tile, split, _ = cute.arch.block_idx()
+    split, tile, _ = cute.arch.block_idx()  # the grid is one cluster wide
     wid = cute.arch.make_warp_uniform(thread // WARP)
     wn, wk = wid % cfg.warps_n, wid // cfg.warps_n
     raw = SmemAllocator().allocate(cfg.smem(M), 128)
     full = cute.recast_ptr(raw + cfg.ring(M), dtype=Int64)
-    empty = full + cfg.stages
-    flag = cute.make_tensor(cute.recast_ptr(empty + cfg.stages, dtype=Int32), cute.make_layout((1,)))
+    empty, ready = full + cfg.stages, full + 2 * cfg.stages
+    F, mt = cutlass.const_expr(cfg.fragments(M)), cutlass.const_expr(cfg.row_tiles)
     if thread == 0:
-        for i in cutlass.range_constexpr(cfg.stages):
-            cute.arch.mbarrier_init(full + i, 2 if cfg.bulk else 2 * WARP)  # weights and activations arrive apart
+        for i in cutlass.range_constexpr(cfg.stages):  # weights and activations arrive apart
+            cute.arch.mbarrier_init(full + i, 2 * cfg.producers * (1 if cfg.bulk else WARP))
             cute.arch.mbarrier_init(empty + i, cfg.consumers)
+        if cutlass.const_expr(cfg.splits > 1):
+            mine = (F * cfg.warps_n + cfg.splits - 1 - split) // cfg.splits
+            cute.arch.mbarrier_init(ready, 1)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, mine * cfg.splits * WARP * 16)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     cute.arch.griddepcontrol_launch_dependents()
@@ -271,48 +299,40 @@ def mma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, part, arrivals,
     count = (split + 1) * (K // cfg.bk) // cfg.splits - first
     low = tile * cfg.rows
     row = cutlass.min(low, N - cfg.rows)
-    sw, sx = ring(raw, cfg.rows, cfg), ring(raw + cfg.stages * cfg.rows * cfg.pitch * 2, M, cfg)
-    F, mt = cutlass.const_expr(cfg.fragments(M)), cutlass.const_expr(cfg.row_tiles)
     acc = cute.make_rmem_tensor((4, mt, F // mt), Float32)
     acc.fill(0.0)
-    if wid == cfg.consumers:
-        produce(by_piece(w, cfg.bk, row), by_piece(x, cfg.bk, 0), sw, sx, full, empty, first, count, cfg)
+    if wid >= cfg.consumers:
+        me = wid - cfg.consumers if cutlass.const_expr(cfg.bulk) else thread - cfg.consumers * WARP
+        produce(w, x, raw, full, empty, row, first, count, me, cfg)
     else:
-        cute.arch.griddepcontrol_wait()  # its activations come from the producer, but its stores are its own
+        cute.arch.griddepcontrol_wait()  # its activations come from the producers, but its stores are its own
+        sw, sx = ring(raw, cfg.rows, cfg), ring(raw + cfg.stages * cfg.rows * cfg.pitch * 2, M, cfg)
         consume(sw, sx, acc, full, empty, count, wn, wk, cfg)
-    add_warps(acc, raw, wid, wn, wk, cfg)
-
-    row += 16 * mt * wn
-    last = wid < cfg.consumers
+    if cutlass.const_expr(cfg.warps_k > 1):
+        add_warps(acc, raw, wid, wn, wk, cfg)
     if cutlass.const_expr(cfg.splits > 1):
+        cute.arch.cluster_arrive()  # no warp of the cluster needs its ring any more, and every `ready` is armed
+        cute.arch.cluster_wait()
+        layout = cute.make_layout((4, WARP, cfg.splits, cfg.owned(M)))
+        sums = cute.make_tensor(cute.recast_ptr(raw, dtype=Float32), layout)
         if wid < cfg.consumers:
-            for j in cutlass.range_constexpr(-(-F // cfg.warps_k)):
-                f = wk + j * cfg.warps_k
-                if F % cfg.warps_k == 0 or f < F:
-                    cute.autovec_copy(flat(acc, 4 * j, 4), part[tile, split, wn, f, thread % WARP, None])
-        arrive(arrivals, tile, flag, cfg.splits)
-        last = last and flag[0] == cfg.splits - 1
-    if last:
+            send(acc, sums, ready, split, wn, wk, cfg)
+        cute.arch.mbarrier_wait(ready, 0)
+        add_splits(sums, out, F, wid, split, row, low, cfg)
+    elif wid < cfg.consumers:
         for j in cutlass.range_constexpr(-(-F // cfg.warps_k)):
             f = wk + j * cfg.warps_k
             if F % cfg.warps_k == 0 or f < F:
-                value = flat(acc, 4 * j, 4)
-                if cutlass.const_expr(cfg.splits > 1):
-                    add_splits(part[tile, None, wn, None, None, None], f, value)
-                store(out, value, f, mt, row, low)
+                store(out, flat(acc, 4 * j, 4), f, mt, row + 16 * mt * wn, low)
 
 
 @cute.jit
 def mma_entry(x, w, out, cfg: cutlass.Constexpr, stream: cuda.CUstream):
-    mma_kernel(x, w, out, None, None, cfg).launch(
-        grid=[cfg.tiles(w.shape[0]), 1, 1], block=[cfg.threads, 1, 1], smem=cfg.smem(x.shape[0]),
-        stream=stream, use_pdl=True,
-    )  # fmt: skip
-
-
-@cute.jit
-def split_entry(x, w, out, part, arrivals, cfg: cutlass.Constexpr, stream: cuda.CUstream):
-    mma_kernel(x, w, out, part, arrivals, cfg).launch(
-        grid=[cfg.tiles(w.shape[0]), cfg.splits, 1], block=[cfg.threads, 1, 1], smem=cfg.smem(x.shape[0]),
-        stream=stream, use_pdl=True,
-    )  # fmt: skip
+    mma_kernel(x, w, out, cfg).launch(
+        grid=[cfg.splits, cfg.tiles(w.shape[0]), 1],
+        block=[cfg.threads, 1, 1],
+        smem=cfg.smem(x.shape[0]),
+        cluster=[cfg.splits, 1, 1] if cfg.splits > 1 else None,
+        stream=stream,
+        use_pdl=True,
+    )

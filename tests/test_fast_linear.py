@@ -1,6 +1,7 @@
 """The skinny GEMM twin against float64 and exact integers, its compiled code on every target, and what it refuses."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from equivalence.order.check import check
 from fast import linear
 from fast.kernel import ARCHS, CAPABILITIES, launch, pick
-from fast.linear import FmaConfig, MmaConfig, linear_kernel
+from fast.linear import DirectConfig, FmaConfig, MmaConfig, linear_kernel
 from reference.config import deep, k3_rank, mini
 from reference.stage import ContractError, Role
 
@@ -19,10 +20,11 @@ bf16, POISON = torch.bfloat16, -7.0
 FORMS = {  # configurations that together take every path: ring reused, odd fragments, last tile early, K past a sweep
     "fma": (2, 200, 768, FmaConfig(2, 1, 4, 9)),
     "fma-tail": (3, 72, 336, FmaConfig(1, 2, 4, 4)),
-    "mma-bulk": (5, 72, 256, MmaConfig(48, 1, 1, 4, 64, 3, True)),
-    "mma-async": (20, 72, 256, MmaConfig(32, 1, 2, 2, 32, 5, False)),
-    "split-bulk": (17, 56, 320, MmaConfig(32, 3, 1, 2, 32, 2, True)),
-    "split-async": (24, 96, 240, MmaConfig(48, 5, 3, 1, 48, 1, False)),
+    "direct": (20, 72, 128, DirectConfig(16, 4)),
+    "mma-bulk": (5, 72, 768, MmaConfig(48, 1, 1, 4, 192, 3, 2, True)),
+    "mma-async": (20, 72, 256, MmaConfig(32, 1, 2, 2, 32, 5, 3, False)),
+    "split-bulk": (17, 56, 960, MmaConfig(32, 3, 1, 2, 192, 1, 3, True)),
+    "split-async": (24, 96, 240, MmaConfig(48, 5, 3, 1, 48, 1, 3, False)),
 }
 
 
@@ -71,13 +73,13 @@ def surroundings(t: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([wide[:, :8], wide[:, 8 + t["out"].shape[1] :]], 1)
 
 
-def run(t: dict[str, torch.Tensor], kernel=None, scratch=()) -> torch.Tensor:
+def run(t: dict[str, torch.Tensor], kernel=None) -> torch.Tensor:
     """Launch the twin, or one kernel; check inputs and surroundings; return out on the CPU."""
     before = {n: t[n].clone() for n in ("x", "w")}
     if kernel is None:
         launch(linear.linear, t, {})
     else:
-        kernel(t["x"], t["w"], t["out"], *scratch)
+        kernel(t["x"], t["w"], t["out"])
     assert (surroundings(t) == POISON).all(), "columns beside out were written"
     assert all(torch.equal(t[n], old) for n, old in before.items()), "an input changed"
     return t["out"].cpu()
@@ -88,12 +90,6 @@ def made(form: str, device="cpu", **kw):
     M, N, K, cfg = FORMS[form]
     t = hostile(M, N, K, device, **kw)
     return linear_kernel(cfg, M, N, K, t["x"].stride(0), t["out"].stride(0)), t
-
-
-def scratch_of(kernel, device) -> list[torch.Tensor]:
-    """Scratch as another call may leave it: partial sums of anything, counters at zero."""
-    scratch = [torch.zeros(a.shape, dtype=a.dtype, device=device) for a in kernel.args if a.role is Role.SCRATCH]
-    return [s.fill_(float("nan")) if s.is_floating_point() else s for s in scratch]
 
 
 def test_bound_accepts_one_rounding_and_rejects_just_beyond():
@@ -128,10 +124,9 @@ def test_every_production_case_has_one_legal_kernel():
         (kernel,) = pick(linear.linear, t, {})
         M, K = t["x"].shape
         N, cfg = t["w"].shape[0], kernel.constants[0]
-        why_not = linear.why_not_fma if isinstance(cfg, FmaConfig) else linear.why_not_mma
-        assert why_not(cfg, M, N, K) is None, case
+        assert linear.why_not(cfg, M, N, K) is None, case
         assert kernel.pdl and kernel.smem <= 232448 and kernel.args[0].strides == t["x"].stride()
-        assert [a.role for a in kernel.args[:3]] == [Role.ACTIVATION, Role.WEIGHT, Role.OUTPUT]
+        assert [a.role for a in kernel.args] == [Role.ACTIVATION, Role.WEIGHT, Role.OUTPUT]
 
 
 @pytest.mark.parametrize("M", [1, 7, 64])
@@ -143,8 +138,17 @@ def test_candidates_are_legal_and_dropped_ones_have_a_reason(M, N, K):
     for cfg in (c for c in kept if isinstance(c, MmaConfig)):
         chunks = [(s + 1) * (K // cfg.bk) // cfg.splits - s * (K // cfg.bk) // cfg.splits for s in range(cfg.splits)]
         assert sum(chunks) * cfg.bk == K and min(chunks) >= 1 and cfg.smem(M) <= 232448
+        width, pieces, step = cfg.copies
+        assert width * pieces == cfg.bk and step * pieces == cfg.producers * (1 if cfg.bulk else 32)
         assert cfg.pitch // 8 % 2 == 1  # an odd number of 16-byte columns: eight rows use all 32 banks once
     assert any(isinstance(cfg, FmaConfig) for cfg in kept) == (M <= linear.FMA_TOKENS)
+
+
+def test_every_measured_configuration_is_legal():
+    for (N, K), rows in linear.TUNED.items():
+        for M, cfg in rows.items():
+            assert linear.why_not(cfg, M, N, K) is None, (N, K, M)
+            assert linear.choose_config(M, N, K) == cfg
 
 
 @pytest.mark.parametrize("target", ARCHS)
@@ -158,6 +162,24 @@ def test_weights_and_nothing_else_are_read_before_the_wait(form, target):
     assert early == {"w"}
     assert ".nc" not in build.ptx and "CONSTANT" not in build.sass
     assert not re.search(r"\b(LDL|STL)\b", build.sass)
+
+
+def test_why_not_names_the_rule_that_a_configuration_breaks():
+    good = MmaConfig(32, 2, 1, 4, 192, 2, 2, True)
+    assert linear.why_not(good, 8, 4096, 768) is None
+    for change, reason in {
+        ("rows", 40): "warps or stages do not divide the tile",
+        ("bk", 128): "bulk copies of short rows",
+        ("bulk", False): "producers do not copy whole rows at once",
+        ("splits", 9): "more than eight splits, or fewer chunks than splits or stages",
+        ("stages", 3): "more than eight splits, or fewer chunks than splits or stages",
+    }.items():
+        assert linear.why_not(replace(good, **dict([change])), 8, 4096, 768) == reason, change
+    assert linear.why_not(good, 8, 40960, 768) == "more than one wave"
+    assert linear.why_not(good, 8, 512, 768) == "SMs idle"
+    assert linear.why_not(DirectConfig(16, 4), 64, 1536, 144) == "K is no whole number of loads"
+    assert linear.why_not(DirectConfig(16, 4), 64, 1536, 512) == "operands do not fit in registers"
+    assert linear.why_not(DirectConfig(16, 4), 8, 1536, 128) == "whole groups of tokens idle"
 
 
 def test_refusals():
@@ -188,17 +210,12 @@ def test_refusals():
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "normal"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_against_float64(form, whole):
-    """Twice with the same scratch, which starts as NaN: what a call leaves behind must not matter to the next."""
     kernel, t = made(form, "cuda", whole=whole)
     exact, bound = oracle(t)
-    scratch = scratch_of(kernel, "cuda")
-    for _ in range(2):
-        t["out"].fill_(float("nan"))
-        got = run(t, kernel, scratch)
-        compare(got, exact, bound)
-        if whole:
-            assert torch.equal(got, exact.bfloat16())
-        assert all((s == 0).all() for s in scratch if not s.is_floating_point()), "a counter was not reset"
+    got = run(t, kernel)
+    compare(got, exact, bound)
+    if whole:
+        assert torch.equal(got, exact.bfloat16())
 
 
 @needs_gpu
@@ -226,12 +243,11 @@ def test_production_shapes(config, stage):
 @pytest.mark.parametrize("form", FORMS)
 def test_replays_are_bit_equal_and_tokens_do_not_mix(form):
     kernel, t = made(form, "cuda")
-    scratch = scratch_of(kernel, "cuda")
-    first = run(t, kernel, scratch).clone()
+    first = run(t, kernel).clone()
     for _ in range(20):
-        assert torch.equal(run(t, kernel, scratch), first)
+        assert torch.equal(run(t, kernel), first)
     t["x"][1:] = float("nan")  # a token's NaN stays in its row
-    got = run(t, kernel, scratch)
+    got = run(t, kernel)
     assert torch.equal(got[0], first[0]) and got[1:].isnan().all()
 
 

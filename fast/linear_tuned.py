@@ -1,0 +1,47 @@
+"""Measured configurations of the skinny GEMM: (N, K) -> tokens M -> configuration.
+
+One H200, 2026-11-29. Each entry is the fastest of a sweep; times are microseconds per call, medians of CUDA graph
+replays over weights rotated through at least eight copies and 240 MB, first ours, then torch.mm in the same run.
+"""
+
+from .linear_direct import DirectConfig
+from .linear_fma import FmaConfig
+from .linear_mma import MmaConfig
+
+TUNED: dict[tuple[int, int], dict[int, FmaConfig | MmaConfig | DirectConfig]] = {
+    (6288, 7168): {
+        1: FmaConfig(1, 28, 4, 262),  # 21.18, 25.54
+        2: MmaConfig(48, 1, 1, 8, 512, 4, 1, True),  # 22.02, 26.17
+        4: MmaConfig(48, 1, 1, 8, 256, 7, 1, True),  # 22.48, 25.52
+        8: MmaConfig(48, 1, 1, 8, 256, 7, 1, True),  # 23.62, 24.70
+        16: MmaConfig(48, 1, 1, 8, 256, 6, 1, True),  # 25.11, 24.68
+    },
+    (2112, 7168): {
+        1: MmaConfig(16, 1, 1, 8, 512, 12, 1, True),  # 7.88, 12.26
+        2: MmaConfig(16, 1, 1, 8, 512, 11, 1, True),  # 8.49, 12.54
+        4: MmaConfig(16, 1, 1, 8, 512, 10, 1, True),  # 8.88, 12.27
+        8: MmaConfig(16, 1, 1, 8, 512, 8, 1, True),  # 9.68, 12.62
+    },
+    (1536, 7168): {
+        1: FmaConfig(1, 14, 4, 384),  # 6.28, 9.48
+        2: MmaConfig(16, 1, 1, 8, 512, 11, 1, True),  # 6.92, 9.43
+        4: MmaConfig(16, 1, 1, 8, 512, 10, 1, True),  # 7.09, 9.66
+        8: MmaConfig(16, 1, 1, 8, 512, 8, 1, True),  # 8.09, 9.53
+    },
+    (7168, 1536): {
+        1: FmaConfig(2, 3, 14, 128),  # 6.17, 7.95
+        2: FmaConfig(1, 6, 14, 128),  # 6.32, 7.92
+        4: MmaConfig(32, 1, 1, 8, 256, 5, 1, True),  # 6.53, 7.90
+        8: MmaConfig(64, 1, 1, 8, 256, 5, 1, True),  # 6.79, 7.86
+        16: MmaConfig(64, 1, 1, 8, 256, 5, 1, True),  # 7.24, 7.92
+    },
+    (2304, 1536): {
+        1: FmaConfig(1, 6, 6, 384),  # 2.53, 5.11
+        2: FmaConfig(1, 6, 8, 288),  # 3.17, 5.09
+        4: MmaConfig(16, 1, 1, 8, 512, 3, 1, True),  # 3.49, 5.11
+    },
+    (1536, 128): {
+        1: FmaConfig(4, 1, 10, 39),  # 1.12, 2.52
+        2: FmaConfig(1, 1, 14, 110),  # 1.45, 2.54
+    },
+}
