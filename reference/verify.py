@@ -106,9 +106,9 @@ RANDOM = (
     index("position", "R", i64),
     index("allowed", "T N", torch.bool, optional=True),
 )
-GREEDY = _stage("greedy", activation("target", "R F", i64))
+GREEDY = _stage("greedy", activation("target", "T", i64))
 STANDARD, BLOCK = _stage("standard", *RANDOM), _stage("block", *RANDOM)
-SYNTHETIC = _stage("synthetic", activation("target", "R F", i64), index("seed", "R", i64), index("position", "R", i64))
+SYNTHETIC = _stage("synthetic", activation("target", "T", i64), index("seed", "R", i64), index("position", "R", i64))
 
 
 def emit(draft: Tensor, kept: Tensor, follow: Tensor) -> dict[str, Tensor]:
@@ -126,10 +126,11 @@ def leading(good: Tensor) -> Tensor:
 
 @GREEDY.law
 def greedy(draft, target, *, num: Numerics):
-    """Keep drafts while they are the tokens that `sample` takes from the target's rows: target [R, S + 1].
+    """Keep drafts while they are the tokens that `sample` takes from the target's rows: target [R * (S + 1)].
 
     With the target's own noise this replays random sampling, too, token for token.
     """
+    target = target.unflatten(0, (len(draft), -1))
     kept = leading(draft == target[:, :-1])
     return emit(draft, kept, target.gather(1, kept[:, None])[:, 0])
 
@@ -178,7 +179,7 @@ def accept_synthetic(draft, target, seed, position, *, rates, num):
     """For benches: keep draft i with chance rates[i] whatever it says (padding excepted), then the target's token."""
     u = uniform(stream(seed, position, "accept"), position, draft.shape[1])
     kept = leading((u <= torch.tensor(rates, dtype=u.dtype, device=u.device)) & (draft >= 0))
-    return emit(draft, kept, target.gather(1, kept[:, None])[:, 0])
+    return emit(draft, kept, target.unflatten(0, (len(draft), -1)).gather(1, kept[:, None])[:, 0])
 
 
 def synthetic_rate(mean: float, drafts: int) -> float:

@@ -219,8 +219,8 @@ def test_generated_tokens_follow_the_target(rule):
 
 
 def test_drafting_again_with_the_same_noise_biases_the_block_rule():
-    """A rejected draft behind the kept ones has been looked at by the block rule, and only by it: a token drafted at that
-    position again must be drawn with other noise."""
+    """The block rule, and only it, has looked at drafts that it then rejects: a token drafted again at such a
+    position must be drawn with other noise."""
     assert (
         sequences(*simulate("standard", 40_000, fresh=False)) < 1 < sequences(*simulate("block", 40_000, fresh=False))
     )
@@ -241,7 +241,7 @@ def test_greedy_in_a_loop():
     g = torch.Generator().manual_seed(0)
     draft, target = (torch.randint(0, 2, shape, generator=g) for shape in ((300, 7), (300, 8)))
     draft[:50, 3] = -1
-    got = GREEDY.call(dict(draft=draft, target=target), {}, fused)
+    got = GREEDY.call(dict(draft=draft, target=target.flatten()), {}, fused)
     for r in range(300):
         want = []
         for i in range(8):
@@ -262,7 +262,7 @@ def test_every_rule_is_greedy_at_temperature_zero():
     target = logits.flatten(0, 1).float().masked_fill(~allowed, -torch.inf).argmax(-1).view(R, size + 1)
     draft = torch.where(torch.rand(R, size, generator=g) < 0.85, target[:, :-1], 1)
     draft[::9, 4] = -1
-    want = GREEDY.call(dict(draft=draft, target=target), {}, fused)
+    want = GREEDY.call(dict(draft=draft, target=target.flatten()), {}, fused)
     assert set(want["count"].tolist()) >= {1, 2, 5, 8}
     noise = torch.randn(R, size, V, generator=g)
     for rule in RULES:
@@ -314,7 +314,7 @@ def test_synthetic_lengths_have_their_mean():
     assert sum(rate**i for i in range(8)) == pytest.approx(4.5)
     assert (synthetic_rate(1, 7), synthetic_rate(8, 7)) == pytest.approx((0, 1), abs=1e-12)
     draft, target = torch.zeros(R, size, dtype=torch.int64), torch.ones(R, size + 1, dtype=torch.int64)
-    args = dict(draft=draft, target=target, seed=torch.arange(R), position=torch.full((R,), 9))
+    args = dict(draft=draft, target=target.flatten(), seed=torch.arange(R), position=torch.full((R,), 9))
     got = SYNTHETIC.call(args, dict(rates=(rate,) * size), fused)
     count = got["count"].double()
     assert abs(float(count.mean()) - 4.5) < 5 * float(count.std()) / R**0.5
@@ -329,7 +329,7 @@ def test_synthetic_lengths_have_their_mean():
 def bad_calls():
     R, size, V = 2, 3, 5
     i64 = torch.int64
-    greedy = dict(draft=torch.zeros(R, size, dtype=i64), target=torch.zeros(R, size + 1, dtype=i64),
+    greedy = dict(draft=torch.zeros(R, size, dtype=i64), target=torch.zeros(R * (size + 1), dtype=i64),
                   tokens=torch.zeros(R, size + 1, dtype=i64), count=torch.zeros(R, dtype=torch.int32))  # fmt: skip
     full = {k: v for k, v in greedy.items() if k != "target"} | dict(
         logits=torch.zeros(R * (size + 1), V).bfloat16(), draft_logits=torch.zeros(R * size, V),
