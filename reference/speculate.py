@@ -70,7 +70,7 @@ class SpeculativeDecoder:
                  cost: float | None = None, rates: Sequence[float] = ()):  # fmt: skip
         if rule not in RULES or (rule == "synthetic") != (len(rates) == state.drafts):
             raise ContractError(
-                f"rule {rule!r} with {len(rates)} rates: allowed are {', '.join(RULES)}; one rate per draft for synthetic"
+                f"rule {rule!r} with {len(rates)} rates: allowed are {', '.join(RULES)}; synthetic takes one per draft"
             )
         self.model, self.state, self.drafter = model, state, drafter
         self.rule, self.cost, self.rates = rule, cost, tuple(rates)
