@@ -37,7 +37,7 @@ class Ref:
 class Step:
     """One stage at one place of the model. `key` names it in reports, e.g. "07.kda.conv"; some have no layer.
 
-    tag tells apart stages that occur several times in a layer: collectives carry the name of what they complete.
+    tag tells apart stages that occur several times in a layer: collectives carry the name of the stage they complete.
     """
 
     layer: int | None

@@ -78,21 +78,22 @@ class _Rewrite:
 
     def reduce(self, layer, part: str, out: Ref) -> None:
         """Partial sums of all ranks -> their sum, by the mesh's rule; in sequence mode the own rows of it."""
-        parts, order = Ref("tp", part), dict(accumulate=self.mesh.accumulate)
+        parts, order, tag = Ref("tp", part), dict(accumulate=self.mesh.accumulate), self.steps[-1].stage.name
         if self.mesh.sequence:
-            self.emit(layer, comm.REDUCE_SCATTER, order | dict(rank=self.rank, axis=0), out.name, parts=parts, out=out)
+            self.emit(layer, comm.REDUCE_SCATTER, order | dict(rank=self.rank, axis=0), tag, parts=parts, out=out)
         elif self.mesh.reduce == "one_shot":
-            self.emit(layer, comm.ALL_REDUCE, order, out.name, parts=parts, out=out)
+            self.emit(layer, comm.ALL_REDUCE, order, tag, parts=parts, out=out)
         else:
             rows, width = self.buffers[part][0]
             slice_ = self.buffer(f"{part}_slice", (rows, width // self.tp))
             attrs = order | dict(rank=self.rank, axis=1)
-            self.emit(layer, comm.REDUCE_SCATTER, attrs, out.name, parts=parts, out=act(slice_))
-            self.gather(layer, slice_, out, axis=1)
+            self.emit(layer, comm.REDUCE_SCATTER, attrs, tag, parts=parts, out=act(slice_))
+            self.gather(layer, slice_, out, tag, axis=1)
 
-    def gather(self, layer, part: str, out: Ref, *, axis: int, stage=comm.ALL_GATHER) -> None:
+    def gather(self, layer, part: str, out: Ref, tag: str = "", *, axis: int, stage=comm.ALL_GATHER) -> None:
+        tag = tag or self.steps[-1].stage.name
         rows = self.base.tokens if axis == 0 else self.buffers[part][0][0]
-        self.emit(layer, stage, dict(axis=axis, rows=rows), out.name, parts=Ref("tp", part), out=out)
+        self.emit(layer, stage, dict(axis=axis, rows=rows), tag, parts=Ref("tp", part), out=out)
 
     # What happens to each stage that needs other ranks.
 
@@ -177,7 +178,8 @@ class _Rewrite:
             self.reduce(step.layer, "shared_part", out)
         elif self.mesh.tail == 0:
             attrs = dict(accumulate=self.mesh.accumulate, rank=self.rank, axis=1)
-            self.emit(step.layer, comm.REDUCE_SCATTER, attrs, out.name, parts=Ref("tp", "shared_part"), out=out)
+            tag, parts = step.stage.name, Ref("tp", "shared_part")
+            self.emit(step.layer, comm.REDUCE_SCATTER, attrs, tag, parts=parts, out=out)
 
     def combine(self, step: Step) -> None:
         out, T = step.bind["out"], self.base.tokens

@@ -86,7 +86,7 @@ class TorchWorld(World):
         contexts = [list(range(first, first + dcp)) for first in range(0, tp, dcp)]
         made = [dist.new_group(ranks) for ranks in contexts]  # every process makes every group
         self.groups = {"tp": dist.group.WORLD, "dcp": made[self.ranks[0] // dcp]}
-        self._agree()
+        self.agree()
 
     def exchange(self, mine: Mapping[int, Tensor], group: str) -> dict[int, Tensor]:
         self._check(mine)
@@ -100,7 +100,8 @@ class TorchWorld(World):
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
+        """Raise ContractError, after closing, unless the meshes of all processes are the same. All must call it."""
         text = torch.zeros(512, dtype=torch.uint8, device=self.device)
         raw = torch.frombuffer(bytearray(repr(self.mesh).encode()), dtype=torch.uint8)
         text[: len(raw)] = raw.to(self.device)
