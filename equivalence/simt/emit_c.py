@@ -1,10 +1,19 @@
 """Code to C: one function per block, one loop over the lanes of a warp per operation."""
 
 from .opcodes import CAST, bits
-from .translate import Address, Code, Const, Op, Read, Reg, Shared, Source, Special
+from .translate import Address, Block, Code, Const, Op, Read, Reg, Shared, Source, Special
 
 MODES = {"idx": 0, "bfly": 1, "up": 2, "down": 3}
 ATOMICS = {op: i for i, op in enumerate(("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"))}
+LEAVES = {"jump", "exit", "bar", "cluster_wait"}  # operations that decide where lanes go
+CALLS = (
+    "ex2",
+    "lg2",
+    "sin",
+    "cos",
+    "tanh",
+)  # helpers that call the C library, which keeps a loop from being vector code
+FUSED = 16  # operations in one loop, at most
 AXES = {"x": 0, "y": 1, "z": 2}
 
 
@@ -13,12 +22,7 @@ def source(code: Code) -> str:
     fields = "".join(f"    {_register_type(r)} {r.name}[32];\n" for r in code.registers)
     blocks = []
     for n, block in enumerate(code.blocks):
-        lines = []
-        for op in block.ops:
-            lines += _guarded(op, block.next)
-        if not block.ops or block.ops[-1].kind not in ("jump", "exit", "bar", "cluster_wait") or block.ops[-1].guard:
-            lines.append(_fall(block, n))
-        body = "\n    ".join(lines)
+        body = "\n    ".join([*_body(block), *_fall(block)])
         blocks.append(f"static void b{n}(void *v) {{\n    Regs *w = v;\n    const u32 *m = w->w.m;\n    {body}\n}}\n")
     names = ", ".join(f"b{n}" for n in range(len(code.blocks)))
     return (
@@ -29,23 +33,41 @@ def source(code: Code) -> str:
     )
 
 
+def _body(block: Block) -> list[str]:
+    """Neighbouring operations of one lane share a loop, so that values stay in machine registers."""
+    lines, loop = [], []
+
+    def close() -> None:
+        if loop:
+            lines.append(f"LANES {{ {' '.join(loop)} }}")
+            loop.clear()
+
+    for op in block.ops:
+        if op.kind == "pure" and op.guard is None and not op.more["helper"].startswith(CALLS):
+            loop += [line.removeprefix("LANES ") for line in _pure(op, None)]
+            if len(loop) >= FUSED:
+                close()
+        else:
+            close()
+            lines += _guarded(op, block.next)
+    close()
+    return lines
+
+
 def _register_type(r: Reg) -> str:
     return "u32" if r.width == 1 else f"u{r.width}"
 
 
-def _fall(block, n: int) -> str:
-    """Lanes that stand here go on to the next block; a guarded last operation has set the others' pc already."""
-    last = block.ops[-1] if block.ops else None
+def _fall(block: Block) -> list[str]:
+    """Send the lanes that the last operation left here to the next block, or to their end."""
+    last, rest = block.ops[-1] if block.ops else None, "m[l]"
+    if last and last.kind in LEAVES:
+        if last.guard is None:
+            return []
+        rest = f"(m[l] & {_guard(last.guard[0], not last.guard[1])})"
     if block.next is None:
-        return (
-            "leave(&w->w, m);"
-            if not (last and last.guard)
-            else "{ u32 k[32]; LANES k[l] = m[l] & (w->w.pc[l] == %d ? ~0u : 0); leave(&w->w, k); }" % n
-        )
-    if last and last.guard and last.kind in ("jump", "exit", "bar", "cluster_wait"):
-        guard = _guard(last.guard[0], not last.guard[1])
-        return f"LANES w->w.pc[l] = m[l] & {guard} ? {block.next} : w->w.pc[l];"
-    return f"LANES w->w.pc[l] = m[l] ? {block.next} : w->w.pc[l];"
+        return [f"{{ u32 k[32]; LANES k[l] = {rest}; leave(&w->w, k); }}"]
+    return [f"LANES w->w.pc[l] = {rest} ? {block.next} : w->w.pc[l];"]
 
 
 def _guard(register: Reg, when: bool) -> str:
@@ -67,11 +89,7 @@ def value(read: Read) -> str:
     raw = _raw(read.source, read.type)
     if read.type == "f32":
         return f"as_f32({raw})"
-    return f"({_ctype(read.type)}){raw}"
-
-
-def _ctype(kind: str) -> str:
-    return kind
+    return f"({read.type}){raw}"
 
 
 def _raw(what: Source, kind: str) -> str:
@@ -121,12 +139,10 @@ def put(out: Reg | None, kind: str, expression: str) -> str:
 
 
 def _blend(out: Reg, kind: str, expression: str) -> str:
-    return (
-        put(out, kind, expression).replace(
-            f"w->{out.name}[l] = ", f"w->{out.name}[l] = m[l] ? ({_register_type(out)})(", 1
-        )[:-1]
-        + f") : w->{out.name}[l];"
-    )
+    """`put` for executing lanes, without a branch."""
+    target = f"w->{out.name}[l]"
+    made = put(out, kind, expression).removeprefix(f"{target} = ").removesuffix(";")
+    return f"{target} = m[l] ? ({_register_type(out)})({made}) : {target};"
 
 
 def _array(read: Read, name: str) -> str:

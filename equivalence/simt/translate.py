@@ -255,7 +255,7 @@ class _Translator:
         return {"order": order, "scope": scope}
 
     def op_ld(self, s: Statement) -> Op:
-        space, (count, kind) = self._space(s), self._vector(s)
+        space, (_, kind) = self._space(s), self._vector(s)
         more = {"space": space, "nc": "nc" in s.parts, **self._ordering(s, set())}
         if space == "param":
             m = re.fullmatch(r"\[\s*([\w$]+)\s*(?:\+\s*(\d+))?\s*\]", s.operands[1])
@@ -272,7 +272,7 @@ class _Translator:
         if "async" in s.parts:
             if not s.op.startswith("st.async.shared::cluster.mbarrier::complete_tx::bytes"):
                 raise s.unsupported()
-            count, kind = self._vector(s)
+            _, kind = self._vector(s)
             args = tuple(self.read(s, t, kind) for t in self.vector(s, s.operands[1]))
             return self.make(s, "st_async", at=self.address(s, s.operands[0]), args=args,
                              more={"bar": self.address(s, s.operands[2])})  # fmt: skip
