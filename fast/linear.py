@@ -126,7 +126,7 @@ def candidates(M: int, N: int, K: int) -> tuple[list[LinearConfig], dict[LinearC
         if M <= FMA_TOKENS:
             passes = -(-N // (SMS * per_sm * warps * rows))
             tried.append(FmaConfig(rows, depth, warps, -(-N // (passes * warps * rows))))
-    copies = [(1, True), (2, True)] if M <= 8 else [(2, True), (4, False)] if M <= 32 else [(2, False), (4, False)]
+    copies = [(1, True), (2, True)] if M <= 8 else [(2, True), (4, False)] if M <= 32 else [(4, False)]
     for rows, splits, ring, most, (producers, bulk) in product(
         (16, 32, 48, 64, 96, 112, 128, 144, 192, 224), (1, 2, 3, 4, 5, 6, 7, 8), (104_000, 216_000), (16, 24), copies
     ):
