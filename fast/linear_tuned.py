@@ -1,7 +1,8 @@
 """Measured configurations of the skinny GEMM: (N, K) -> tokens M -> configuration.
 
-One H200, 2026-11-29. Each entry is the fastest of a sweep; times are microseconds per call, medians of CUDA graph
-replays over weights rotated through at least eight copies and 240 MB, first ours, then torch.mm in the same run.
+One H200, 2026-11-29, kernels of commit 3826f06. Each entry is the fastest of a sweep; times are microseconds per call,
+medians of CUDA graph replays over weights rotated through at least eight copies and 240 MB, first ours, then torch.mm
+in the same run. Tokens without an entry take that of the next larger M, or an estimate.
 """
 
 from .linear_direct import DirectConfig
