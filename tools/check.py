@@ -15,6 +15,7 @@ from .common import prompts as named_prompts
 
 ROWS = {"cuda": 16, "cpu": 12}
 TOKENS = {"cuda": 256, "cpu": 8}
+INTERPRETED = 3  # tokens decoded by interpreted twins: most of the time goes into compiling kernels
 AGREE = 1e-10  # float64 prefill against float64 decode: reassociation of sums of some thousand terms
 
 
@@ -57,7 +58,7 @@ def run(model, prompts, tokens, swap, faults, follow, order, device, require_twi
         _twins(model, ids, tokens, swap, faults, follow, where) if where.type == "cuda" else _modes(model, ids, tokens)
     )
     if where.type != "cuda":
-        parts += [_prefill(model, ids[:3]), _not_run(where)]
+        parts += [_prefill(model, ids[:3]), _interpreted(model, ids, swap, faults, follow), _not_run(where)]
     if order:
         parts.append(_order())
     checked = Checked(parts, require_twins)
@@ -149,12 +150,32 @@ def _prefill(model, ids) -> Part:
     return Part("reference, prefill against decode", "equal" if worst <= AGREE else "disagreement", text)
 
 
+def _interpreted(model, ids, swap, faults, follow) -> Part:
+    """The twins' PTX, executed on the CPU, in lockstep with the law: nothing about a GPU's order or last bits."""
+    from equivalence.cases import Case
+    from equivalence.cases import run as run_case
+    from equivalence.faults import inject
+    from equivalence.report import progress_bar
+    from equivalence.simt import TARGET, compiler, interpreted
+    from fast.selection import Selection
+
+    name = "interpreted twins"
+    if not compiler():
+        return Part(name, "could not judge", "no C compiler on PATH for the PTX interpreter (cc, gcc or clang, or $CC)")
+    selection, extra = inject(faults, Selection.parse(swap))
+    case = Case("lockstep" if follow == "reference" else "accumulate", 3, tuple(ids[:2]), INTERPRETED)
+    with progress_bar(console) as progress:
+        result = run_case(case, model, selection=selection, extra=interpreted(extra), progress=progress)
+    text = f"{result.statement}; executed by the PTX interpreter, {TARGET} code, not on a GPU"
+    return Part(name, result.verdict, text, result.as_dict())
+
+
 def _not_run(where: torch.device) -> Part:
     import fast
     from fast.selection import twins
 
     names = ", ".join(twins())
-    text = f"{names} did not execute: they need a CUDA GPU of sm_90/sm_100/sm_103, and this run is on {where}"
+    text = f"{names} did not run on a GPU: they need a CUDA GPU of sm_90/sm_100/sm_103, and this run is on {where}"
     return Part("twins", "could not judge", text, dict(twins=list(twins()), package=fast.__name__))
 
 

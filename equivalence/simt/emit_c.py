@@ -167,15 +167,17 @@ def _pure(op: Op, _) -> list[str]:
 def _load(op: Op, _) -> list[str]:
     size, n = bits(op.result) // 8, len(op.out)
     if op.more["space"] == "param":
-        offset = op.at.base.bits + op.at.offset
-        return [
-            f"LANES {put(out, op.result, f'({op.result})(w->w.cta->launch->params[{(offset + size * i) // 8}] >> {8 * ((offset + size * i) % 8)})')}"
-            for i, out in enumerate(op.out)
-        ]
+        start = op.at.base.bits + op.at.offset
+        return [_parameter(out, op.result, start + size * i) for i, out in enumerate(op.out)]
     parts = " ".join(
         f"memcpy(&t, p + {size * i}, {size}); {put(out, op.result, 't')}" for i, out in enumerate(op.out) if out
     )
     return [f"LANES if (m[l]) {{ {op.result} t; u8 *p = {_place(op, size * n)}; {parts} }}"]
+
+
+def _parameter(out: Reg | None, kind: str, offset: int) -> str:
+    word = f"w->w.cta->launch->params[{offset // 8}] >> {8 * (offset % 8)}"
+    return f"LANES {_blend(out, kind, f'({kind})({word})')}"
 
 
 def _place(op: Op, size: int, at: Address | None = None) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fast.kernel import Kernel, pick
+from fast.selection import Fast, twins
 from reference.plan import Plan
 from reference.stage import ContractError, Role, Twin
 
@@ -101,6 +102,11 @@ class Interpreted:
         for kernel in kernels:
             launch(kernel, [_bind(kernel, arg, tensors) for arg in kernel.args], target=self.target)
         return tuple(f"{k.name} ({self.target} PTX, interpreted)" for k in kernels)
+
+
+def interpreted(extra: Mapping[str, Fast] | None = None, target: str = TARGET) -> dict[str, Interpreted]:
+    """Every registered twin, and those of `extra` (mutants, say), by the names that selections know."""
+    return {name: Interpreted(fast.twin, target) for name, fast in {**twins(), **(extra or {})}.items()}
 
 
 _scratch: dict[tuple[Kernel, str], Tensor] = {}
