@@ -1,8 +1,9 @@
 """The draft model's configurations, and what its checkpoint holds (SPEC.md 10.1, 12.4)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from math import ceil, floor, log, pi
 
 import torch
@@ -105,6 +106,21 @@ def random_draft(config: DraftConfig, seed: int) -> dict[str, Tensor]:
         key = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(key))
         made[name] = (1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5).to(dtype)
+    return made
+
+
+def bigram_draft(config: DraftConfig, lines: Iterable[Sequence[int]], seed: int = 0) -> dict[str, Tensor]:
+    """A trivially made draft that keeps something: random layers under a quiet final norm, and a Markov correction that
+    knows which token follows which in `lines`."""
+    made = random_draft(config, seed)
+    table = torch.full((config.vocab, config.vocab), -2.0)
+    for a, b in (pair for line in lines for pair in pairwise(line)):
+        table[a, b] += 3
+    u, s, v = torch.linalg.svd(table)
+    root = s[: config.rank].sqrt()
+    made["markov_head.markov_w1.weight"] = (u[:, : config.rank] * root).bfloat16()
+    made["markov_head.markov_w2.weight"] = (v[: config.rank].T * root).bfloat16()
+    made["final_norm.weight"] = torch.full((config.hidden,), 0.05).bfloat16()
     return made
 
 
