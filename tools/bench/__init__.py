@@ -1,7 +1,8 @@
 """`k3 bench`: our twins, their peers and the memory floor in one run on this GPU.
 
 A row is a ratio, not a promise: microseconds per call from CUDA-graph replay over rotated copies (`timing`), the share
-of the floor (least bytes over the copy bandwidth measured in the same run), and the time relative to each peer.
+of the floor (least bytes over the higher of the copy and read bandwidths measured in the same run), and the time
+relative to each peer.
 """
 
 import datetime
@@ -68,7 +69,7 @@ def _timed(row, speed: dict[str, float]) -> dict:
         except Exception as error:  # whatever another project's code raises
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0] if not isinstance(calls, str) else calls
     times = measure({"ours": row.ours} | present)
-    ours, floor = times.pop("ours"), row.bytes / speed["copy"]
+    ours, floor = times.pop("ours"), row.bytes / max(speed.values())
     peers = {n: dict(us=t.us, low=t.low, high=t.high, ours_over_peer=ours.us / t.us) for n, t in times.items()}
     share, rate = floor / ours.us, row.bytes / ours.us / 1e3
     told = [f"{n} {p['us']:.2f}, {p['ours_over_peer']:.3f}" for n, p in peers.items()]
