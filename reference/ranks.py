@@ -34,7 +34,12 @@ class WorldState(DecodeState):
             )
         super().__init__(local, slots=slots, pages=pages, page_size=page_size, num=num, device=world.device,
                          order=order)  # fmt: skip
-        self.config, self.page_rows, self.page_size = config, page_size, page_size * world.mesh.dcp
+        self.mesh, self.config, self.page_rows, self.page_size = (
+            world.mesh,
+            config,
+            page_size,
+            page_size * world.mesh.dcp,
+        )
         self.tensors = {
             (name, f"{layer}@{rank}"): t if rank == world.ranks[0] else torch.zeros_like(t)
             for rank in world.ranks
@@ -47,11 +52,35 @@ class WorldState(DecodeState):
         return {(n, int(at.removesuffix(own))): t for (n, at), t in self.tensors.items() if at.endswith(own)}
 
 
+def check_weights(made: Plan, weights: Mapping, rank: int) -> None:
+    """Hold a rank's weights against the buffers of its plan. Raises ContractError naming step, axis and sizes."""
+    for step in made.steps:
+        dims = {axis: size for axis, size in step.stage.axes.items() if isinstance(size, int)}
+        order = sorted(step.bind.items(), key=lambda bound: bound[1].space)  # buffers before weights
+        for name, ref in order:
+            if ref.space == "act" and ref.rows is None:
+                shape = made.buffers[ref.name][0]
+                shape = shape if ref.cols is None else (shape[0], ref.cols[1] - ref.cols[0])
+            elif ref.space == "weight":
+                if (ref.name, ref.layer) not in weights:
+                    raise ContractError(f"rank {rank}, {step.key}: weight {ref.name!r} is missing")
+                shape = weights[ref.name, ref.layer].shape
+            else:
+                continue
+            for axis, size in zip(step.stage.by_name[name].axes, shape, strict=True):
+                want = dims.setdefault(axis, size)
+                if want != size:
+                    raise ContractError(
+                        f"rank {rank}, {step.key}: {ref.name} has {axis} = {size}; allowed on this mesh is {want}"
+                    )
+
+
 class RankedDecoder(Decoder):
     """A decoder whose steps run on every rank of this process. Prefill, decode and generate are the plain decoder's.
 
     weights: rank -> (name, layer) -> tensor, of `shard.rank_weights`. The workspace a step returns is that of the first
-    rank here; `spaces` holds all of them. Raises ContractError if the ranks of weights, state and world differ.
+    rank here; `spaces` holds all of them. Raises ContractError if weights or state were made for other ranks or for
+    another mesh.
     """
 
     def __init__(self, config: Config, weights: Mapping[int, Mapping], world: World, state: WorldState,
@@ -60,6 +89,10 @@ class RankedDecoder(Decoder):
         for what, ranks in (("weights", tuple(weights)), ("state", held)):
             if ranks != world.ranks:
                 raise ContractError(f"{what} of ranks {list(ranks)}; allowed are those here, {list(world.ranks)}")
+        if state.mesh != world.mesh or state.config != config:
+            raise ContractError(f"state of {state.config.name}, {state.mesh}; allowed is {config.name}, {world.mesh}")
+        for rank, held in weights.items():
+            check_weights(plan(config, 1, world=world.mesh.at(rank)), held, rank)
         super().__init__(Model(config, weights[world.ranks[0]]), state, num)
         self.weights, self.world = weights, world
         self.spaces: dict[int, Workspace] = {}
