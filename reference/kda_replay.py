@@ -85,7 +85,7 @@ def conv_verify(x, conv_weight, slots, accepted, conv, *, num):
     return dict(q=q, k=k, v=v, conv=line[:, 1:])
 
 
-def _recurrence(name: str, *tensors: Tensor_) -> Stage:
+def _recurrence(name: str, *tensors: Tensor_, traffic=None) -> Stage:
     return Stage(
         name,
         "10.4",
@@ -104,7 +104,25 @@ def _recurrence(name: str, *tensors: Tensor_) -> Stage:
         constraints=(WHOLE, unique_live("slots"), within("slots", "S"))
         + ((KEPT,) if any(t.name == "accepted" for t in tensors) else ()),
         flops=lambda d, attrs: 7 * d["T"] * d["H"] * 128 * 128,
+        traffic=traffic,
     )
+
+
+STATE_BYTES, RECORD_BYTES = 4 * 128 * 128, 4 * 128 + 2 * 256  # per head; of a record per token
+
+
+def _slots_traffic(d, attrs) -> int:
+    """One state read per request and one written per token, beside the rows."""
+    return STATE_BYTES * d["H"] * (d["R"] + d["T"]) + _rows_bytes(d) + 4 * (d["T"] + d["R"])
+
+
+def _record_traffic(d, attrs) -> int:
+    """One state read per request and one record written per token, beside the rows."""
+    return d["H"] * (STATE_BYTES * d["R"] + RECORD_BYTES * d["T"]) + _rows_bytes(d) + 4 * d["R"]
+
+
+def _rows_bytes(d) -> int:
+    return d["T"] * d["H"] * (4 * 4 * 128 + 2 * 128 + 2) + 4 * d["H"] * 129
 
 
 RECURRENCE_SLOTS = _recurrence(
@@ -112,6 +130,7 @@ RECURRENCE_SLOTS = _recurrence(
     index("slots", "T"),
     index("accepted", "R"),
     state("recurrent", "S H V K", f32, rows="slots"),
+    traffic=_slots_traffic,
 )
 RECURRENCE_RECORD = _recurrence(
     "kda.recurrence_record",
@@ -119,6 +138,7 @@ RECURRENCE_RECORD = _recurrence(
     Tensor_("recurrent", ("S", "H", "V", "K"), f32, Role.STATE),
     state("record_u", "S H Q V", f32, rows="slots"),
     state("record_kg", "S H Q P", bf16, rows="slots"),
+    traffic=_record_traffic,
 )
 
 
@@ -179,6 +199,9 @@ COMMIT = Stage(
         KEPT,
     ),
     flops=lambda d, attrs: 3 * d["R"] * d["Q"] * d["H"] * 128 * 128,
+    traffic=lambda d, attrs: (
+        d["R"] * (d["H"] * (2 * STATE_BYTES + RECORD_BYTES * d["Q"]) + 12 * d["X"] + 8) + 4 * d["H"] * 129
+    ),
 )
 
 

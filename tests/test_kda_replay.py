@@ -187,6 +187,21 @@ def test_null_requests_are_left_alone(form):
         assert torch.equal(t[rest].view(torch.int64), old[rest].view(torch.int64))
 
 
+def test_bytes_of_the_two_forms():
+    """Eight tokens of three requests. At TP8 (12 heads) a state has 786,432 B and the records of a request 2 * 49,152 B
+    (SPEC.md 15): slots read 3 states and write 24; records read 3 and write no state; commit reads and writes 3."""
+    x = inputs(0, fused) | dict(o=torch.zeros(R * Q, H, 128))
+    row = sum(t.nbytes for t in x.values())
+    slots = dict(recurrent=torch.zeros(S, H, 128, 128), slots=SLOTS, accepted=torch.ones(R, dtype=i32))
+    state, kept = 786_432 * H // 12, 2 * 49_152 * H // 12
+    assert RECURRENCE_SLOTS.bytes(x | slots, {}) == row + 27 * state + 4 * 27
+    one = dict(record_u=pool(S, H, Q, 128, num=fused), record_kg=pool(S, H, Q, 256).bfloat16(), slots=ONE,
+               recurrent=slots["recurrent"])  # fmt: skip
+    assert RECURRENCE_RECORD.bytes(x | one, {}) == row + 3 * state + 3 * kept + 12
+    one |= dict(A_log=x["A_log"], dt_bias=x["dt_bias"], conv=torch.zeros(S, 2 + Q, 3 * C), accepted=slots["accepted"])
+    assert COMMIT.bytes(one, {}) == 3 * (2 * state + kept + 2 * 3 * 3 * C * 2) + 4 * (H + C) + 24
+
+
 def bad_calls():
     x = inputs(0, fused) | dict(o=torch.zeros(R * Q, H, 128))
     f, b16 = dict(num=fused), torch.bfloat16
