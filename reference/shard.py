@@ -200,17 +200,20 @@ class _Held:
         return self.tensors
 
 
-def rank_weights(source: Source, config: Config, mesh: Mesh, ranks: Iterable[int]) -> dict[int, dict]:
-    """Every weight of the given ranks: rank -> (name, layer) -> tensor. The source is read once, layer by layer."""
+def rank_weights(
+    source: Source, config: Config, mesh: Mesh, ranks: Iterable[int], device: torch.device | str = "cpu"
+) -> dict[int, dict]:
+    """Every weight of the given ranks: rank -> (name, layer) -> tensor on `device`. The source is read once, layer by
+    layer."""
     local, seats = rank_config(config, mesh), [mesh.at(rank) for rank in ranks]
     made: dict[int, dict] = {seat.rank: {} for seat in seats}
     whole = source.top()
     for seat in seats:
         top = top_weights(_Held(shard_layer(whole, config, seat)), local)
-        made[seat.rank] |= {(name, None): t for name, t in top.items()}
+        made[seat.rank] |= {(name, None): t.to(device) for name, t in top.items()}
     for layer in range(config.layers):
         whole = source.layer(layer)
         for seat in seats:
             held = layer_weights(_Held(shard_layer(whole, config, seat)), local, layer)
-            made[seat.rank] |= {(name, layer): t for name, t in held.items()}
+            made[seat.rank] |= {(name, layer): t.to(device) for name, t in held.items()}
     return made

@@ -15,7 +15,7 @@ from equivalence.compare import half_ulp
 from reference import comm, moe
 from reference.decoder import Decoder, Model
 from reference.mxfp4 import decode
-from reference.numerics import exact, fused
+from reference.numerics import exact, fused, unfused
 from reference.plan import plan
 from reference.ranks import RankedDecoder, WorldState
 from reference.shard import Mesh, rank_weights
@@ -114,10 +114,11 @@ def test_mutants_fail(name, single, monkeypatch):
     assert not distance(walk(ranked(LocalWorld(2), exact)), single[0]) < LIMIT
 
 
-def test_one_rank_is_the_single_device_bit_for_bit(whole):
+@pytest.mark.parametrize("num", (fused, unfused), ids=lambda num: num.mode)
+def test_one_rank_is_the_single_device_bit_for_bit(num, whole):
     """Collectives of one rank round what is rounded already: inserting them changes nothing."""
-    want = walk(Decoder(Model(WIDE, whole), single_state(fused)))
-    got = walk(ranked(LocalWorld(1), fused))
+    want = walk(Decoder(Model(WIDE, whole), single_state(num)))
+    got = walk(ranked(LocalWorld(1), num))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

@@ -43,7 +43,8 @@ def single_state(num: Numerics, config: Config = WIDE) -> DecodeState:
 def ranked(world: World, num: Numerics, config: Config = WIDE, kind=RankedDecoder) -> RankedDecoder:
     """A decoder over a world with the weights that `sources` gives, its pages as many as the mesh needs."""
     state = WorldState(config, world, slots=4, pages=12, page_size=PAGE, num=num, order=3)
-    return kind(config, rank_weights(sources(config), config, world.mesh, world.ranks), world, state)
+    weights = rank_weights(sources(config), config, world.mesh, world.ranks, world.device)
+    return kind(config, weights, world, state)
 
 
 def walk(decoder: Decoder, rows: int = 3) -> list[Tensor]:
