@@ -5,7 +5,7 @@ from .translate import Address, Block, Code, Const, Op, Read, Reg, Shared, Sourc
 
 MODES = {"idx": 0, "bfly": 1, "up": 2, "down": 3}
 ATOMICS = {op: i for i, op in enumerate(("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"))}
-LEAVES = {"jump", "exit", "bar", "cluster_wait"}  # operations that decide where lanes go
+LEAVES = {"jump", "exit", "bar", "cluster_wait", "warp_sync"}  # operations that decide where lanes go
 CALLS = (
     "ex2",
     "lg2",
@@ -283,6 +283,10 @@ def _bar(op: Op, following: int | None) -> list[str]:
     return [f"if (lanes_of(m)) bar_sync(&w->w, m, {name}, {count}, {following or 0}, {op.line});"]
 
 
+def _warp_sync(op: Op, following: int | None) -> list[str]:
+    return [f"warp_sync(&w->w, m, {following or 0});"]
+
+
 def _cluster_arrive(op: Op, _) -> list[str]:
     return ["cluster_arrive(&w->w, m);"]
 
@@ -333,7 +337,8 @@ def _nothing(op: Op, _) -> list[str]:
 EMIT = {
     "pure": _pure, "load": _load, "store": _store, "st_async": _st_async, "atom": _atom, "shfl": _shfl, "vote": _vote,
     "redux": _redux, "activemask": _activemask, "elect": _elect, "ldmatrix": _ldmatrix, "mma": _mma, "jump": _jump,
-    "exit": _exit, "trap": _trap, "bar": _bar, "cluster_arrive": _cluster_arrive, "cluster_wait": _cluster_wait,
+    "exit": _exit, "trap": _trap, "bar": _bar,
+    "warp_sync": _warp_sync, "cluster_arrive": _cluster_arrive, "cluster_wait": _cluster_wait,
     "mbar_init": _mbar_init, "mbar_arrive": _mbar_arrive, "mbar_wait": _mbar_wait, "cp_async": _cp_async,
     "cp_commit": _nothing, "cp_wait": _nothing, "cp_arrive": _cp_arrive, "bulk": _bulk, "pdl": _nothing,
     "fence": _nothing,

@@ -14,6 +14,7 @@ from reference.plan import Plan
 from reference.stage import ContractError, Role, Twin
 
 from . import native
+from .arena import spans
 
 TARGET = "sm_90a"
 BACKENDS = ("native", "numpy")
@@ -25,15 +26,6 @@ def backend() -> str:
         return "native"
     warnings.warn("no C compiler on PATH: kernels run in numpy, which takes about 30 times as long", stacklevel=2)
     return "numpy"
-
-
-def spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """First byte and size in bytes of the memory that each tensor's elements lie in, gaps between rows included."""
-    out = []
-    for t in tensors:
-        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        out.append((t.data_ptr(), (last + 1) * t.element_size() if t.numel() else 0))
-    return out
 
 
 def launch(

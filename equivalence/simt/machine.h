@@ -5,6 +5,7 @@
 #define PARKED 0x10000000  // a lane that waits; the block it goes on with is in the low bits
 #define EXITED 0x7fffffff
 #define CLUSTER_BARRIER 16  // number of the cluster's barrier beside the CTA's 0..15
+#define WARP_BARRIER 17
 #define BUDGET 100000  // blocks of a warp before others get their turn
 #define PATIENCE 2000  // rounds without any event before waiting lanes count as deadlocked
 
@@ -33,7 +34,7 @@ typedef struct {
     s32 pc[32];
     u32 m[32];  // all ones for lanes that execute the present block
     u32 tid[3][32], bar[32], seen[32];  // seen: the cluster barrier's phase that ends a lane's wait
-    u32 active, index, yield;
+    u32 index, stuck;  // stuck: lanes that have polled in vain, asleep until the warp's next turn
     Cta *cta;
 } Warp;
 typedef void (*Block)(void *);
@@ -135,6 +136,14 @@ static void bar_sync(Warp *w, const u32 *m, u32 bar, u32 count, s32 next, s32 li
     c->need[bar] = count;
     settle(c, bar);
 }
+static void settle_warp(Warp *w) {
+    LANES if (w->pc[l] != EXITED && (w->pc[l] < PARKED || w->bar[l] != WARP_BARRIER)) return;
+    LANES if (w->pc[l] != EXITED) w->pc[l] &= ~PARKED;
+}
+static void warp_sync(Warp *w, const u32 *m, s32 next) {
+    park(w, m, WARP_BARRIER, next);
+    settle_warp(w);
+}
 static void leave(Warp *w, const u32 *m) {
     Cta *c = w->cta;
     u32 n = __builtin_popcount(lanes_of(m));
@@ -143,6 +152,7 @@ static void leave(Warp *w, const u32 *m) {
     events++;
     for (u32 b = 0; b < 16; b++) if (!c->need[b]) settle(c, b);
     settle_cluster(c->cluster);
+    settle_warp(w);
 }
 static void cluster_arrive(Warp *w, const u32 *m) {
     Cluster *k = w->cta->cluster;
@@ -176,7 +186,7 @@ static pred mbar_passed(Warp *w, int l, u64 a, u32 parity, s32 line) {
     memcpy(&b, shared_at(w, l, a, 8, 8, 0, line), 8);
     if (b.expected == 0xfffff || !b.expected) { fail(w, l, NO_BARRIER, line, a); return 0; }
     if (b.phase != (parity & 1)) return ~0u;
-    w->yield = 1;
+    w->stuck |= 1u << l;
     return 0;
 }
 static void bulk(Warp *w, int l, u64 to, u64 from, u32 n, u64 bar, s32 line) {
@@ -247,16 +257,14 @@ FN void whole(Warp *w, const u32 *m, s32 line) {
 
 static void run_warp(Warp *w, const Block *blocks) {
     Launch *L = w->cta->launch;
+    w->stuck = 0;
     for (u32 n = 0; n < BUDGET && !L->fault; n++) {
         s32 low = EXITED;
-        LANES low = w->pc[l] < low ? w->pc[l] : low;
+        LANES low = !(w->stuck >> l & 1) && w->pc[l] < low ? w->pc[l] : low;
         if (low >= PARKED) return;
-        LANES w->m[l] = w->pc[l] == low ? ~0u : 0;
-        w->active = lanes_of(w->m);
-        w->yield = 0;
+        LANES w->m[l] = !(w->stuck >> l & 1) && w->pc[l] == low ? ~0u : 0;
         L->blocks++;
         blocks[low](w);
-        if (w->yield) return;
     }
 }
 static int open_cta(Cluster *k, Launch *L, u32 rank, const u32 *base) {

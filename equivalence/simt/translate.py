@@ -94,7 +94,7 @@ class Code:
     blocks: tuple[Block, ...]
 
 
-ENDS = {"jump", "exit", "bar", "cluster_wait", "mbar_wait", "cp_wait", "pdl"}
+ENDS = {"jump", "exit", "bar", "warp_sync", "cluster_wait", "mbar_wait", "cp_wait", "pdl"}
 
 
 def translate(listing: Listing) -> Code:
@@ -129,7 +129,7 @@ class _Translator:
             ops = self.move(s)
         elif s.op in PURE or base == "setp":
             ops = self.pure(s)
-        elif base in NOTHING or s.op == "bar.warp.sync":
+        elif base in NOTHING:
             ops = []
         elif method := getattr(self, f"op_{base}", None):
             ops = method(s)
@@ -375,6 +375,10 @@ class _Translator:
         return self.make(s, "trap")
 
     def op_bar(self, s: Statement) -> Op:
+        if s.op == "bar.warp.sync":
+            if s.operands[0] not in ("-1", "0xffffffff", "4294967295"):
+                raise s.unsupported("allowed is the mask of all lanes, -1")
+            return self.make(s, "warp_sync")
         if s.op == "barrier.cluster.wait" or s.op.startswith("barrier.cluster.wait."):
             return self.make(s, "cluster_wait", more={"acquire": True})
         if s.op.startswith("barrier.cluster.arrive"):

@@ -1,0 +1,104 @@
+"""The numpy back end: grids of one stream, executed a block at a time over all lanes that stand there.
+
+Order is a choice here. "plain" runs one grid after the other. "adversarial" runs what hardware may: a grid launched
+with PDL starts as soon as every CTA before it has triggered or ended, and runs ahead of it; lanes that have not waited
+read memory as it was before any unfinished grid; non-coherent loads that the compiler may lift (`hoist`) read memory as
+it was at kernel entry. Asynchronous copies land as late as a waiter allows, in both.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .arena import Arena, spans
+from .grid import Grid
+from .native import Fault
+from .operations import PARKED
+from .parse import read
+from .races import Races
+from .translate import translate
+
+ORDERS = ("plain", "adversarial")
+WARPS = ("together", "random", "last")
+FAIR = 16  # every so many steps the block not run for longest gets its turn, so that spinning ends
+STEPS = 2_000_000
+
+
+class Machine:
+    """Runs launches of one stream on CPU tensors. order: of ORDERS; warps: of WARPS; races: watch happens-before.
+
+    After `run`, `reports` holds what the detector found, and `explain()` says it in words.
+    """
+
+    def __init__(self, order: str = "plain", warps: str = "together", races: bool = False, seed: int = 0):
+        if order not in ORDERS or warps not in WARPS:
+            raise ValueError(
+                f"order {order!r}, warps {warps!r}: allowed are {', '.join(ORDERS)} and {', '.join(WARPS)}"
+            )
+        self.adversarial, self.warps = order == "adversarial", warps
+        self.rng = np.random.default_rng(seed)
+        self.watch_races = races
+        self.races: Races | None = None
+
+    @property
+    def reports(self) -> list:
+        return self.races.reports if self.races else []
+
+    def run(self, launches: Sequence[tuple]) -> None:
+        """launches: (kernel, ptx, tensors in the order of kernel.args), in stream order. Writes tensors in place."""
+        self.arena = Arena([t for _, _, tensors in launches for t in tensors])
+        names = [
+            (spans([t])[0], f"{a.name}") for k, _, tensors in launches for a, t in zip(k.args, tensors, strict=True)
+        ]
+        self.races = Races(self, names, len(launches)) if self.watch_races else None
+        codes = {ptx: None for _, ptx, _ in launches}
+        codes = {ptx: translate(read(ptx)) for ptx in codes}
+        self.grids = [Grid(self, i, kernel, codes[ptx], tensors) for i, (kernel, ptx, tensors) in enumerate(launches)]
+        with np.errstate(all="ignore"):
+            self._run()
+        self.arena.write_back()
+
+    def _run(self) -> None:
+        for _ in range(STEPS):
+            todo = [g for g in self.grids if not g.finished]
+            if not todo:
+                return
+            started = [g for g in todo if g.started or self._may_start(g)]
+            for g in reversed(started) if self.adversarial else started[:1]:
+                g.start()
+                if self.step(g):
+                    break
+            else:
+                raise Fault(f"{todo[0].name}: deadlock: {todo[0].waiting()}")
+        raise Fault(f"{todo[0].name}: no end after {STEPS} steps: {todo[0].waiting()}")
+
+    def _may_start(self, g: Grid) -> bool:
+        if g.index == 0:
+            return True
+        before = self.grids[g.index - 1]
+        if self.adversarial and g.kernel.pdl:
+            return before.started and before.triggered_by_all()
+        return all(b.finished for b in self.grids[: g.index])
+
+    def step(self, g: Grid) -> bool:
+        """Run one block of one grid; False if none can run."""
+        g.release()
+        pc = np.where(g.failed == g.events, PARKED, g.pc)
+        low = pc.reshape(-1, 32).min(1)
+        ready = low < PARKED
+        if not ready.any():
+            return False
+        if self.warps == "last":
+            ready[: np.flatnonzero(ready)[-1]] = False
+        elif self.warps == "random" and ready.sum() > 1:
+            keep = self.rng.random(len(ready)) < 0.5
+            ready = ready & keep if (ready & keep).any() else ready
+        blocks = np.unique(low[ready])
+        g.clock += 1
+        block = int(min(blocks, key=lambda b: g.last_run[b])) if g.clock % FAIR == 0 else int(blocks[0])
+        g.last_run[block] = g.clock
+        lanes = np.flatnonzero((pc == block) & np.repeat(ready & (low == block), 32))
+        g.execute(block, lanes)
+        if g.done():
+            g.finish()
+        return True

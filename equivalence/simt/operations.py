@@ -1,0 +1,386 @@
+"""What each kind of operation does to a Grid, for the lanes I (sorted) that execute it."""
+
+from collections import deque
+
+import numpy as np
+
+from .lanes import DTYPES, HELPERS, cvt_f32_bf16, cvt_f32_f16
+from .opcodes import CAST, bits
+from .translate import Op
+
+PARKED, EXITED = 1 << 24, 1 << 28
+BAR, CLUSTER, PDL, WARP = range(4)  # what a parked lane waits for
+UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+
+
+def _pure(g, op: Op, I) -> None:
+    if op.out[0] is None:
+        return
+    values = [g.read(a, I) for a in op.args]
+    helper = op.more["helper"]
+    g.write(
+        op.out[0], op.result, I, values[0].astype(DTYPES[op.result]) if helper == CAST else HELPERS[helper](*values)
+    )
+
+
+def _load(g, op: Op, I) -> None:
+    size, n = bits(op.result) // 8, len(op.out)
+    if op.more["space"] == "param":
+        at = op.at.base.bits + op.at.offset
+        data = np.broadcast_to(g.params[at : at + size * n], (len(I), size * n))
+    elif op.more["space"] == "global":
+        o = g.global_at(op, I, g.address(op.at, I), size * n)
+        data = g.load_global(op, I, o, size * n)
+        if g.machine.races:
+            g.machine.races.load(g, op, I, o, size * n)
+    else:
+        o = g.shared_at(op, I, g.address(op.at, I), size * n, size * n)
+        data = g.smem[o[:, None] + np.arange(size * n)]
+        if g.machine.races:
+            g.machine.races.shared(g, op, I, o, size * n, False)
+    words = np.ascontiguousarray(data).view(UNSIGNED[size * 8])
+    for i, out in enumerate(op.out):
+        g.write(out, op.result, I, np.ascontiguousarray(words[:, i]).view(DTYPES[op.result]))
+
+
+def _bytes(g, op: Op, I):
+    return np.stack([np.ascontiguousarray(g.read(a, I)) for a in op.args], 1).view(np.uint8)
+
+
+def _store(g, op: Op, I) -> None:
+    data = _bytes(g, op, I)
+    n = data.shape[1]
+    if op.more["space"] == "global":
+        o = g.global_at(op, I, g.address(op.at, I), n)
+        g.store_global(I, o, data)
+        if g.machine.races:
+            g.machine.races.store(g, op, I, o, n)
+    else:
+        o = g.shared_at(op, I, g.address(op.at, I), n, n)
+        g.smem[o[:, None] + np.arange(n)] = data
+        if g.machine.races:
+            g.machine.races.shared(g, op, I, o, n, True)
+
+
+ATOMICS = {
+    "add": lambda x, a, b: x + a, "min": lambda x, a, b: min(x, a), "max": lambda x, a, b: max(x, a),
+    "and": lambda x, a, b: x & a, "or": lambda x, a, b: x | a, "xor": lambda x, a, b: x ^ a, "exch": lambda x, a, b: a,
+    "cas": lambda x, a, b: b if x == a else x, "inc": lambda x, a, b: x * 0 if x >= a else x + x.dtype.type(1),
+    "dec": lambda x, a, b: a if x == 0 or x > a else x - x.dtype.type(1),
+}  # fmt: skip
+
+
+def _atom(g, op: Op, I) -> None:
+    kind, size = DTYPES[op.result], bits(op.result) // 8
+    is_global = op.more["space"] == "global"
+    a = g.address(op.at, I)
+    o = g.global_at(op, I, a, size) if is_global else g.shared_at(op, I, a, size, size)
+    values = [g.read(x, I) for x in op.args]
+    old = np.empty(len(I), kind)
+    for k in range(len(I)):  # one lane after the other: values, clocks and shadow in the same order
+        one = slice(int(o[k]), int(o[k]) + size)
+        memory = g.machine.arena.mem if is_global else g.smem
+        x = old[k] = memory[one].view(kind)[0]
+        new = ATOMICS[op.more["op"]](x, values[0][k], values[1][k] if len(values) > 1 else None)
+        memory[one] = np.array([new], kind).view(np.uint8)
+        if g.stale is not None and is_global:
+            g.stale[one] = memory[one]
+        if g.machine.races and is_global:
+            g.machine.races.atomic(g, op, I[k : k + 1], o[k : k + 1], size)
+    g.write(op.out[0], op.result, I, old)
+
+
+# ---- asynchronous copies: bytes are read when issued and land when somebody waits for them
+
+
+def _cp_async(g, op: Op, I) -> None:
+    n = op.more["bytes"]
+    to = g.shared_at(op, I, g.address(op.at, I), n, n)
+    size = np.minimum(g.read(op.args[0], I), n)
+    data = np.zeros((len(I), n), np.uint8)
+    some = np.flatnonzero(size > 0)
+    if len(some):
+        o = g.global_at(op, I[some], g.address(op.more["source"], I)[some], n)
+        data[some] = g.load_global(op, I[some], o, n)
+        if g.machine.races:
+            g.machine.races.load(g, op, I[some], o, n)
+    data[np.arange(n) >= size[:, None]] = 0
+    if g.machine.races:
+        g.machine.races.shared(g, op, I, to, n, True, pending=True)
+    g.open.append((I, to, data))
+
+
+def _taken(g, I) -> list:
+    """The open copies of these lanes; those of others stay open."""
+    mine, rest = [], []
+    inside = np.zeros(g.size, bool)
+    inside[I] = True
+    for lanes, to, data in g.open:
+        for mask, into in ((inside[lanes], mine), (~inside[lanes], rest)):
+            if mask.any():
+                into.append((lanes[mask], to[mask], data[mask]))
+    g.open = rest
+    return mine
+
+
+def _land(g, copies: list) -> None:
+    for lanes, to, data in copies:
+        g.smem[to[:, None] + np.arange(data.shape[1])] = data
+        if g.machine.races:
+            g.machine.races.landed(g, lanes, to, data.shape[1])
+
+
+def _cp_commit(g, op: Op, I) -> None:
+    copies = _taken(g, I)
+    for lane in I.tolist():
+        own = [(ls[m], to[m], d[m]) for ls, to, d in copies if (m := ls == lane).any()]
+        g.groups.setdefault(lane, deque()).append(own)
+
+
+def _cp_wait(g, op: Op, I) -> None:
+    if op.more["all"]:
+        _cp_commit(g, op, I)
+    for lane in I.tolist():
+        groups = g.groups.get(lane, deque())
+        while len(groups) > op.more["keep"]:
+            _land(g, groups.popleft())
+
+
+def _cp_arrive(g, op: Op, I) -> None:
+    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
+    copies = _taken(g, I)
+    for lane, offset in zip(I.tolist(), offsets.tolist(), strict=True):
+        own = [(ls[m], to[m], d[m]) for ls, to, d in copies if (m := ls == lane).any()]
+        bar = g.mbar(op, lane, offset)
+        g.late(bar, op, lane, own, 1, 0)
+        if g.machine.races:
+            g.machine.races.publish(g, bar, lane)
+
+
+def _bulk(g, op: Op, I) -> None:
+    size = g.read(op.args[0], I).astype(np.int64)
+    to = g.shared_at(op, I, g.address(op.at, I), 16, size, anywhere=True)
+    bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
+    source = g.address(op.more["source"], I)
+    g.aligned(op, I, size, 16)
+    for k, lane in enumerate(I.tolist()):
+        n, one = int(size[k]), I[k : k + 1]
+        bar, copies = g.mbar(op, lane, int(bars[k])), []
+        if n:
+            o = g.global_at(op, one, source[k : k + 1], 16)
+            g.global_at(op, one, source[k : k + 1] + np.uint64(n - 16), 16)
+            copies = [(one, to[k : k + 1], g.load_global(op, one, o, n))]
+            if g.machine.races:
+                g.machine.races.load(g, op, one, o, n)
+                g.machine.races.shared(g, op, one, to[k : k + 1], n, True, pending=True)
+                g.machine.races.publish(g, bar, lane)
+        g.late(bar, op, lane, copies, 0, -n)
+
+
+def _st_async(g, op: Op, I) -> None:
+    data = _bytes(g, op, I)
+    n = data.shape[1]
+    to = g.shared_at(op, I, g.address(op.at, I), n, n, anywhere=True)
+    bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
+    if g.machine.races:
+        g.machine.races.shared(g, op, I, to, n, True, pending=True)
+    for k, lane in enumerate(I.tolist()):
+        bar = g.mbar(op, lane, int(bars[k]))
+        g.late(bar, op, lane, [(I[k : k + 1], to[k : k + 1], data[k : k + 1])], 0, -n)
+        if g.machine.races:
+            g.machine.races.publish(g, bar, lane)
+
+
+def _mbar_init(g, op: Op, I) -> None:
+    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
+    for offset, n in zip(offsets.tolist(), g.read(op.args[0], I).tolist(), strict=True):
+        g.mbars[offset] = dict(expected=n, left=n, tx=0, phase=0, late=[], clock=None)
+
+
+def _mbar_arrive(g, op: Op, I) -> None:
+    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8, anywhere=True)
+    counts, tx = (g.read(a, I).tolist() for a in op.args)
+    for lane, offset, n, t in zip(I.tolist(), offsets.tolist(), counts, tx, strict=True):
+        bar = g.mbar(op, lane, offset)
+        if g.machine.races:
+            g.machine.races.publish(g, bar, lane)
+        if t:
+            bar["tx"] += t
+        g.arrive(op, lane, bar, n, 0)
+
+
+def _mbar_wait(g, op: Op, I) -> None:
+    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
+    parity, passed = g.read(op.args[0], I) & 1, np.zeros(len(I), bool)
+    for k, (lane, offset) in enumerate(zip(I.tolist(), offsets.tolist(), strict=True)):
+        bar = g.mbar(op, lane, offset)
+        while bar["phase"] == parity[k] and bar["late"]:
+            own, issuer, copies, n, tx = bar["late"].pop(0)
+            _land(g, copies)
+            g.arrive(own, issuer, bar, n, tx)
+        passed[k] = bar["phase"] != parity[k]
+        if passed[k] and g.machine.races:
+            g.machine.races.observe(g, bar, lane)
+    g.failed[I[~passed]] = g.events
+    g.write(op.out[0], "pred", I, passed)
+
+
+# ---- warps
+
+
+def _whole(g, op: Op, I) -> None:
+    inside = np.zeros(g.size, bool)
+    inside[I] = True
+    touched = np.zeros(g.size // 32, bool)
+    touched[I // 32] = True
+    missing = np.flatnonzero(~inside & np.repeat(touched, 32) & (g.pc < EXITED))
+    if len(missing):
+        raise g.fault(op.line, int(missing[0]), "needs a lane of the warp that is not there")
+
+
+def _shfl(g, op: Op, I) -> None:
+    a, b, c = (g.read(x, I) for x in op.args)
+    lane, n = (I % 32).astype(np.int64), (b & np.uint32(31)).astype(np.int64)
+    seg, clamp = (c >> np.uint32(8)).astype(np.int64) & 31, c.astype(np.int64) & 31
+    low, mode = lane & seg, op.more["mode"]
+    high = low | (clamp & ~seg)
+    j = {"idx": low | (n & ~seg), "bfly": lane ^ n, "up": lane - n, "down": lane + n}[mode]
+    valid = j >= high if mode == "up" else j <= high
+    source = I - lane + np.where(valid, j, lane)
+    rows, inside = np.zeros(g.size, np.uint32), np.zeros(g.size, bool)
+    rows[I], inside[I] = a, True
+    if not inside[source].all():
+        k = int(np.flatnonzero(~inside[source])[0])
+        raise g.fault(op.line, int(I[k]), "needs a lane of the warp that is not there", int(source[k] % 32))
+    g.write(op.out[0], "u32", I, rows[source])
+    g.write(op.out[1], "pred", I, valid)
+
+
+def _ballot(g, I, p):
+    rows = np.zeros(g.size, bool)
+    rows[I] = p
+    words = (rows.reshape(-1, 32) * (np.uint64(1) << np.arange(32, dtype=np.uint64))).sum(1).astype(np.uint32)
+    return words[I // 32]
+
+
+def _vote(g, op: Op, I) -> None:
+    p = g.read(op.args[0], I) ^ op.more["negated"]
+    yes, mode = _ballot(g, I, p), op.more["mode"]
+    every = _ballot(g, I, np.ones(len(I), bool))
+    g.write(op.out[0], op.result, I, {"ballot": yes, "any": yes != 0, "all": yes == every}[mode])
+
+
+def _redux(g, op: Op, I) -> None:
+    f = dict(add=np.add, min=np.minimum, max=np.maximum, xor=np.bitwise_xor)
+    f |= {"and": np.bitwise_and, "or": np.bitwise_or}
+    v, first = g.read(op.args[0], I), np.flatnonzero(np.diff(I // 32, prepend=-1))
+    r = f[op.more["op"]].reduceat(v, first)
+    g.write(op.out[0], op.result, I, np.repeat(r, np.diff([*first, len(I)])))
+
+
+def _activemask(g, op: Op, I) -> None:
+    g.write(op.out[0], "u32", I, _ballot(g, I, np.ones(len(I), bool)))
+
+
+def _elect(g, op: Op, I) -> None:
+    first = np.flatnonzero(np.diff(I // 32, prepend=-1))
+    leader = np.repeat(I[first] % 32, np.diff([*first, len(I)]))
+    g.write(op.out[0], "u32", I, leader.astype(np.uint32))
+    g.write(op.out[1], "pred", I, leader == I % 32)
+
+
+def _ldmatrix(g, op: Op, I) -> None:
+    _whole(g, op, I)
+    n = len(op.out)
+    rows = I.reshape(-1, 32)[:, : 8 * n]
+    a = g.address(op.at, I).reshape(-1, 32)[:, : 8 * n].ravel()
+    o = g.shared_at(op, rows.ravel(), a, 16, 16)
+    if g.machine.races:
+        g.machine.races.shared(g, op, rows.ravel(), o, 16, False)
+    tiles = g.smem[o[:, None] + np.arange(16)].view(np.uint16).reshape(-1, n, 8, 8)
+    if op.more["trans"]:
+        tiles = tiles.transpose(0, 1, 3, 2)
+    words = np.ascontiguousarray(tiles).view(np.uint32).reshape(-1, n, 32)
+    for i, out in enumerate(op.out):
+        g.write(out, "u32", I, words[:, i].ravel())
+
+
+def _mma(g, op: Op, I) -> None:
+    _whole(g, op, I)
+    k, up = op.more["k"], cvt_f32_bf16 if op.more["type"] == "bf16" else cvt_f32_f16
+    values = [np.ascontiguousarray(g.read(a, I)).reshape(-1, 32) for a in op.args]
+    a, b, c = values[: k // 4], values[k // 4 : k // 4 + k // 8], values[-4:]
+    w = len(I) // 32
+    A, B, C = np.empty((w, 16, k)), np.empty((w, k, 8)), np.empty((w, 16, 8))
+    for i, r in enumerate(a):
+        A[:, 8 * (i & 1) :, 8 * (i >> 1) :][:, :8, :8] = up(r.view(np.uint16)).reshape(w, 8, 8)
+    for i, r in enumerate(b):
+        B[:, 8 * i : 8 * i + 8] = up(r.view(np.uint16)).reshape(w, 8, 8).transpose(0, 2, 1)
+    for i, r in enumerate(c):
+        C[:, 8 * (i >> 1) :, (i & 1) :: 2][:, :8] = r.reshape(w, 8, 4)
+    D = (A @ B + C).astype(np.float32)
+    for i, out in enumerate(op.out):
+        g.write(out, "f32", I, np.ascontiguousarray(D[:, 8 * (i >> 1) :, (i & 1) :: 2][:, :8]).reshape(-1))
+
+
+# ---- control
+
+
+def _jump(g, op: Op, I) -> None:
+    g.pc[I] = op.more["target"]
+
+
+def _exit(g, op: Op, I) -> None:
+    g.pc[I] = EXITED
+
+
+def _trap(g, op: Op, I) -> None:
+    raise g.fault(op.line, int(I[0]), "trap")
+
+
+def _park(g, I, why: int) -> None:
+    g.pc[I] += PARKED
+    g.why[I] = why
+
+
+def _bar(g, op: Op, I) -> None:
+    g.name_of_bar[I], g.count_of_bar[I] = (g.read(a, I) for a in op.args)
+    _park(g, I, BAR)
+
+
+def _warp_sync(g, op: Op, I) -> None:
+    _park(g, I, WARP)
+
+
+def _cluster_arrive(g, op: Op, I) -> None:
+    g.target[I] = g.cluster_phase[g.cluster[I]] + 1
+    np.add.at(g.cluster_arrived, g.cluster[I], 1)
+    if g.machine.races:
+        g.machine.races.cluster_arrive(g, I, op.more["release"])
+    g.settle_cluster()
+
+
+def _cluster_wait(g, op: Op, I) -> None:
+    _park(g, I, CLUSTER)
+
+
+def _pdl(g, op: Op, I) -> None:
+    if op.more["wait"]:
+        _park(g, I, PDL)
+    else:
+        g.triggered[I] = True
+
+
+def _fence(g, op: Op, I) -> None:
+    if g.machine.races and op.more["what"] == "memory":
+        g.machine.races.fence(g, I, op.more["scope"])
+
+
+OPERATIONS = {
+    "pure": _pure, "load": _load, "store": _store, "st_async": _st_async, "atom": _atom, "shfl": _shfl, "vote": _vote,
+    "redux": _redux, "activemask": _activemask, "elect": _elect, "ldmatrix": _ldmatrix, "mma": _mma, "jump": _jump,
+    "exit": _exit, "trap": _trap, "bar": _bar,
+    "warp_sync": _warp_sync, "cluster_arrive": _cluster_arrive, "cluster_wait": _cluster_wait,
+    "mbar_init": _mbar_init, "mbar_arrive": _mbar_arrive, "mbar_wait": _mbar_wait, "cp_async": _cp_async,
+    "cp_commit": _cp_commit, "cp_wait": _cp_wait, "cp_arrive": _cp_arrive, "bulk": _bulk, "pdl": _pdl, "fence": _fence,
+}  # fmt: skip
