@@ -194,12 +194,12 @@ class Grid:
     def global_at(self, op: Op, I, a, size: int):
         """Offsets in the arena of accesses of `size` bytes."""
         a = a.astype(np.int64)
+        self.aligned(op, I, a, size)
         i = np.searchsorted(self.starts, a, "right") - 1
         bad = (i < 0) | (a + size > self.ends[np.maximum(i, 0)])
         if bad.any():
             k = int(np.flatnonzero(bad)[0])
             raise self.fault(op.line, int(I[k]), "address outside the tensors", int(a[k]))
-        self.aligned(op, I, a, size)
         arena = self.machine.arena
         return a - arena.starts[(j := np.searchsorted(arena.starts, a, "right") - 1)] + arena.at[j]
 
