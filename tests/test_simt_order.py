@@ -1,12 +1,19 @@
 """The adversarial order and the race detector, on small chains whose every fault is known."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
+import test_fast_attn_res as residual
+import test_fast_kda as recurrence
+import test_fast_linear as gemm
 import torch
 
+from equivalence.simt import watch
 from equivalence.simt.machine import Machine
-from fast.kernel import Arg
+from fast import attn_res, kda
+from fast.kernel import Arg, pick
+from fast.linear import FmaConfig, linear_kernel
 from reference.stage import Role
 
 POISON = 0x7FC00000  # NaN in every word that is read too early
@@ -127,3 +134,74 @@ def test_a_missing_barrier_is_a_race(barrier):
     machine.run([(one, SHARED.replace("BARRIER", "bar.sync 0;" if barrier else ""), [x])])
     assert torch.equal(x, RIGHT.flip(0)) == barrier
     assert bool(machine.reports) == (not barrier)
+
+
+# ---------------------------------------------------------------- the twins
+
+
+def projections(seed: int = 0) -> tuple[list, dict]:
+    """Two projections in a row, h = x w1^T and y = h w2^T, all that is written poisoned with NaN."""
+    g = torch.Generator().manual_seed(seed)
+    t = {n: torch.randn(s, generator=g).bfloat16() for n, s in dict(x=(2, 256), w1=(128, 256), w2=(64, 128)).items()}
+    t |= {n: torch.full((2, N), float("nan"), dtype=torch.bfloat16) for n, N in dict(h=128, y=64).items()}
+    one = linear_kernel(FmaConfig(2, 1, 4, 9), 2, 128, 256, 256, 128)
+    two = linear_kernel(FmaConfig(1, 1, 4, 4), 2, 64, 128, 128, 64)
+    return [(one, dict(x=t["x"], w=t["w1"], out=t["h"])), (two, dict(x=t["h"], w=t["w2"], out=t["y"]))], t
+
+
+def right(t: dict) -> bool:
+    _, bound = gemm.oracle(dict(x=t["h"], w=t["w2"]))
+    return bool(((t["y"].double() - t["h"].double() @ t["w2"].double().mT).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("target, warps", [("sm_90a", "together"), ("sm_90a", "random"), ("sm_103a", "last")])
+def test_projections_in_a_row_are_ordered(target, warps):
+    launches, t = projections()
+    assert not watch(launches, target=target, warps=warps) and right(t)
+
+
+@pytest.mark.parametrize("what", ["no wait", "non-coherent activations"])
+def test_a_projection_that_reads_too_early_is_found(what):
+    def edit(index: int, ptx: str) -> str:
+        if index == 0:
+            return ptx
+        if what == "no wait":
+            return ptx.replace("griddepcontrol.wait;", "")
+        return re.sub(r"ld\.global(?=\.(v[24]\.)?b32)", "ld.global.nc", ptx)
+
+    launches, t = projections()
+    reports = watch(launches, edit=edit)
+    assert reports and all("out + " in r.where for r in reports), "races are on h, which the first launch calls out"
+    assert not right(t)
+
+
+def split() -> tuple:
+    M, N, K, cfg = gemm.FORMS["split-bulk"]
+    t = gemm.hostile(M, N, K)
+    return linear_kernel(cfg, M, N, K, t["x"].stride(0), t["out"].stride(0)), t
+
+
+def cluster() -> tuple:
+    t = residual.hostile(1, 7168, 5, -1)
+    return pick(attn_res.attn_res, t, dict(nb=5, write=-1))[0], t
+
+
+def state() -> tuple:
+    t = recurrence.hostile(2, 2)
+    return pick(kda.kda_decode, t, {})[0], t
+
+
+@pytest.mark.parametrize("make", [split, cluster, state])
+def test_a_twin_launched_twice_has_no_race(make):
+    """Twice, so that the second launch overwrites what the first one read and wrote."""
+    assert not watch([make()] * 2)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_state_update_needs_both_barriers(which):
+    def edit(index: int, ptx: str) -> str:
+        at = [m.start() for m in re.finditer(r"bar\.sync", ptx)][which]
+        return f"{ptx[:at]}//{ptx[at:]}"
+
+    reports = watch([state()], edit=edit)
+    assert reports and all(r.where.startswith("shared memory") for r in reports)

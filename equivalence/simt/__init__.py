@@ -11,10 +11,17 @@ What is exact: integers, moves, fp32 add, mul and fma (rounded once, also downwa
 forms. What a GPU approximates is here the double-precision result, rounded once (`opcodes`); mma adds in double. So a
 run agrees with a GPU to the last few bits of fp32, not bit for bit.
 What plain runs do not show: order. Kernels of a stream run one after the other, asynchronous copies land at once.
+`watch(launches)` shows it: several launches of one stream in the order that is worst for them (`machine`), with a
+detector of accesses that nothing orders (`races`, which says what it cannot see). A mutant's fault then shows in
+values, as the memory of before, or in a report; weak memory itself is not executed, and SASS may differ from PTX.
 """
 
-from .launch import BACKENDS, TARGET, Interpreted, backend, interpreted, launch
+from .launch import BACKENDS, TARGET, Interpreted, backend, interpreted, launch, watch
 from .native import Fault, compiler
 from .parse import Unsupported
+from .races import Race
 
-__all__ = ["BACKENDS", "TARGET", "Fault", "Interpreted", "Unsupported", "backend", "compiler", "interpreted", "launch"]
+__all__ = [
+    "BACKENDS", "TARGET", "Fault", "Interpreted", "Race", "Unsupported", "backend", "compiler", "interpreted", "launch",
+    "watch",
+]  # fmt: skip

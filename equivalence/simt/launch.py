@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from reference.stage import ContractError, Role, Twin
 
 from . import native
 from .arena import spans
+from .races import Race
 
 TARGET = "sm_90a"
 BACKENDS = ("native", "numpy")
@@ -58,6 +59,25 @@ def launch(
         from .machine import Machine
 
         Machine().run([(kernel, ptx, checked)])
+
+
+def watch(
+    launches: Sequence[tuple[Kernel, Mapping[str, Tensor]]], *, target: str = TARGET, warps: str = "together",
+    seed: int = 0, edit: Callable[[int, str], str] = lambda index, ptx: ptx,
+) -> list[Race]:  # fmt: skip
+    """Run launches of one stream in the adversarial order (`machine`), in place, and return the races found.
+
+    edit(index, ptx) may change the PTX of a launch, to make a mutant. Raises as `launch` does.
+    """
+    from .machine import Machine
+
+    made = []
+    for i, (kernel, tensors) in enumerate(launches):
+        bound = [arg.check(_bind(kernel, arg, tensors), kernel.name) for arg in kernel.args]
+        made.append((kernel, edit(i, kernel.compile(target).ptx), bound))
+    machine = Machine("adversarial", warps, races=True, seed=seed)
+    machine.run(made)
+    return machine.reports
 
 
 @dataclass(frozen=True)
