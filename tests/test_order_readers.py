@@ -4,13 +4,17 @@ from types import SimpleNamespace
 
 import order_kernels
 import pytest
+import torch
 
 from equivalence.order import Unreadable, cubin, ptx, sass
+from equivalence.order import check as order_check
 from equivalence.order.paths import before_wait, route, syncs_before
 from equivalence.order.program import Program
 from equivalence.order.rules import Case, View, followed, prefetched
 from equivalence.order.trace import addresses
 from equivalence.order.values import parameters, untraced
+from fast import linear
+from fast.kernel import pick
 
 WAIT = "griddepcontrol.wait;"
 PARAMETERS = cubin.Parameters(0x380, ((0, 8), (8, 8), (16, 4), (24, 8)))
@@ -351,3 +355,15 @@ def test_a_prefetch_that_ptxas_sank_is_reported():
     sunk = ["LDC.64 R2, c[0x0][0x380]", "ACQBULK", LDG, "EXIT"]
     (finding,) = prefetched(view_case(f"{LOAD} {WAIT} ret;", *sunk))
     assert (finding.severity, finding.tensor, finding.where) == ("quality", "a", "SASS 0x0020")
+
+
+def test_a_pointer_loaded_under_a_vote_is_known_to_the_lanes_that_vote():
+    """ptxas loads `out` where not all lanes skip the store: a lane that stores has voted. Another vote leaves it open."""
+    x, w, out = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in ((1, 7168), (1536, 7168), (1, 1536)))
+    (kernel,) = pick(linear.linear, dict(x=x, w=w, out=out), {})
+    build = kernel.compile("sm_103a")
+    text = cubin.disassemble([(build.cubin, build.symbol)], build.target)[0]
+    assert text.count("VOTEU.ALL UP1, P0") == 1
+    assert order_check._check(build, text).verdict == "proved"
+    broken = order_check._check(build, text.replace("VOTEU.ALL UP1, P0", "VOTEU.ANY UP1, P0"))
+    assert {f.tensor for f in broken.findings if f.rule == "R8"} == {"w"}

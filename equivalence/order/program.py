@@ -62,6 +62,7 @@ class Inst:
     exits: bool = False
     loose: bool = False
     doubt: str = ""
+    implies: tuple[tuple[Literal, Literal], ...] = ()  # after it: if the first holds for a lane, so does the second
 
 
 @dataclass(frozen=True)

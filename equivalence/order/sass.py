@@ -196,6 +196,16 @@ def _control(inst: Inst, parts: list[str], operands: list[str], rest: str) -> No
     inst.falls = inst.guard is not None or inst.loose
 
 
+def _vote(inst: Inst, parts: list[str], operands: list[str]) -> tuple:
+    """VOTE(U).ALL P, Q: where Q fails for a lane, P fails for the warp; .ANY: where Q holds, P holds."""
+    found = [_PREDICATE.match(o) for o in operands if _PREDICATE.match(o) and o.lstrip("!") not in ("PT", "UPT")]
+    if parts[0] not in ("VOTE", "VOTEU") or inst.guard or len(found) != 2 or found[0][1] or len(parts) != 2:
+        return ()
+    voted, asked = found
+    holds = parts[1] == "ANY"
+    return (((asked[2], holds != bool(asked[1])), (voted[2], holds)),) if parts[1] in ("ALL", "ANY") else ()
+
+
 def _instruction(m: re.Match, source: str, parameters: Parameters) -> Inst:
     at, negated, predicate, op, rest = int(m[1], 16), bool(m[2]), m[3], m[4], m[5]
     inst = Inst(at, op, m[0].split("*/", 1)[1].strip(" ;"), source)
@@ -210,6 +220,7 @@ def _instruction(m: re.Match, source: str, parameters: Parameters) -> Inst:
     syncs = {"ACQBULK": "wait", "PREEXIT": "trigger", "BAR": "barrier"}
     inst.sync = frozenset({syncs[parts[0]]} if parts[0] in syncs else ())
     inst.moves = _moves(inst, parts, operands, parameters)
+    inst.implies = _vote(inst, parts, operands)
     if parts[0] in ("R2P", "R2UP"):
         inst.writes = tuple(f"{'U' * (parts[0] == 'R2UP')}P{i}" for i in range(8))
     elif not inst.targets and not inst.exits:

@@ -52,35 +52,42 @@ def _by_name(program: Program) -> Iterator[tuple[int, Value]]:
 
 
 class _State:
-    """Registers at one point. `under` holds what a register is if a predicate has the given value.
+    """Registers at one point. `under` holds what a register is if a predicate has the given value, `implied` which
+    literals follow from a lane's own (after a vote).
 
     Without `under`, a register that is written and read under one guard would also be read as what it held before,
     and nearly every predicated load would look untraceable.
     """
 
-    __slots__ = ("registers", "under")
+    __slots__ = ("implied", "registers", "under")
 
-    def __init__(self, registers: dict[str, Value], under: dict[Literal, dict[str, Value]]):
-        self.registers, self.under = registers, under
+    def __init__(self, registers: dict[str, Value], under: dict[Literal, dict[str, Value]], implied: frozenset):
+        self.registers, self.under, self.implied = registers, under, implied
 
     def __eq__(self, other) -> bool:
-        return self.registers == other.registers and self.under == other.under
+        return (self.registers, self.under, self.implied) == (other.registers, other.under, other.implied)
 
     __hash__ = None
 
     def copy(self) -> "_State":
-        return _State(dict(self.registers), {k: dict(v) for k, v in self.under.items()})
+        return _State(dict(self.registers), {k: dict(v) for k, v in self.under.items()}, self.implied)
 
     def seen(self, guard: Literal | None) -> dict[str, Value]:
         """The registers as an instruction under this guard reads them."""
-        special = self.under.get(guard)
-        return {**self.registers, **special} if special else self.registers
+        if guard is None:
+            return self.registers
+        literals = [then for if_, then in self.implied if if_ == guard] + [guard]
+        special = [self.under[known] for known in literals if known in self.under]
+        return {k: v for part in (self.registers, *special) for k, v in part.items()} if special else self.registers
 
-    def write(self, name: str, value: Value, guard: Literal | None) -> None:
+    def write(self, name: str, value: Value, guard: Literal | None, special: dict[Literal, Value]) -> None:
+        """special: what an unguarded write makes of the register where a predicate is known."""
         if guard is None:
             self.registers[name] = value
-            for special in self.under.values():
-                special.pop(name, None)
+            for literal, held in self.under.items():
+                held.pop(name, None)
+                if special.get(literal, value) != value:
+                    held[name] = special[literal]
             return
         opposite = guard[0], not guard[1]
         kept = self.under.get(opposite, {}).get(name, self.registers.get(name, UNSET))
@@ -91,23 +98,29 @@ class _State:
     def forget(self, predicate: str) -> None:
         self.under.pop((predicate, True), None)
         self.under.pop((predicate, False), None)
+        self.implied = frozenset(i for i in self.implied if predicate not in (i[0][0], i[1][0]))
 
 
 def _step(inst: Inst, state: _State) -> _State:
     """Changes the state in place."""
     if inst.moves or inst.writes:
         seen = state.seen(inst.guard)
-        made = [(move.into, _moved(seen, inst, move)) for move in inst.moves]
-        for name, value in made:
-            state.write(name, value, inst.guard)
+        where = {k: state.seen(k) for k in state.under} if inst.guard is None else {}
+        made = [
+            (move.into, _moved(seen, inst, move), {k: _moved(known, inst, move) for k, known in where.items()})
+            for move in inst.moves
+        ]
+        for name, value, special in made:
+            state.write(name, value, inst.guard, special)
         for name in inst.writes:
             state.forget(name)
+        state.implied |= frozenset(inst.implies)
     return state
 
 
 def _enter(edge: Edge, state: _State) -> _State:
     special = state.under.get(edge.when)
-    return _State({**state.registers, **special}, state.under) if special else state
+    return _State({**state.registers, **special}, state.under, state.implied) if special else state
 
 
 def _meet(a: _State, b: _State) -> _State:
@@ -120,12 +133,12 @@ def _meet(a: _State, b: _State) -> _State:
         both = {n: join(left[n], right[n]) for n in left.keys() & right.keys()}
         if both:
             under[guard] = both
-    return _State(registers, under)
+    return _State(registers, under, a.implied & b.implied)
 
 
 def _in_order(program: Program) -> Iterator[tuple[int, Value]]:
     """Registers followed in execution order, for code that reuses them."""
-    for i, state in solve(program, _State({LOCAL_MEMORY: UNSET}, {}), _step, _meet, _enter, _State.copy):
+    for i, state in solve(program, _State({LOCAL_MEMORY: UNSET}, {}, frozenset()), _step, _meet, _enter, _State.copy):
         inst = program.insts[i]
         if inst.access:
             yield i, _read(state.seen(inst.guard), inst.access.address)
