@@ -11,11 +11,11 @@ import torch
 
 from equivalence.simt import Fault, Unsupported, compiler, launch, native
 from equivalence.simt.lanes import HELPERS
-from equivalence.simt.launch import _bind
 from equivalence.simt.machine import Machine
 from equivalence.simt.native import HERE, compile_ptx
 from equivalence.simt.opcodes import CAST, PURE, bits
 from equivalence.simt.parse import read
+from equivalence.simt.runner import _bind
 from equivalence.simt.translate import translate
 from fast import attn_res, kda
 from fast.kernel import pick

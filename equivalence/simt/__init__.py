@@ -16,10 +16,10 @@ detector of accesses that nothing orders (`races`, which says what it cannot see
 values, as the memory of before, or in a report; weak memory itself is not executed, and SASS may differ from PTX.
 """
 
-from .launch import BACKENDS, TARGET, Interpreted, backend, interpreted, launch, watch
 from .native import Fault, compiler
 from .parse import Unsupported
 from .races import Race
+from .runner import BACKENDS, TARGET, Interpreted, backend, interpreted, launch, watch
 
 __all__ = [
     "BACKENDS", "TARGET", "Fault", "Interpreted", "Race", "Unsupported", "backend", "compiler", "interpreted", "launch",

@@ -127,8 +127,14 @@ FN f32 sub_f32(f32 a, f32 b) { return a - b; }
 FN f32 mul_f32(f32 a, f32 b) { return a * b; }
 FN f32 neg_f32(f32 a) { return as_f32(bits_f32(a) ^ 0x80000000u); }
 FN f32 abs_f32(f32 a) { return as_f32(bits_f32(a) & 0x7fffffffu); }
-FN f32 min_f32(f32 a, f32 b) { return a != a ? (b != b ? NAN32 : b) : b != b ? a : a == b ? as_f32(bits_f32(a) | bits_f32(b)) : a < b ? a : b; }
-FN f32 max_f32(f32 a, f32 b) { return a != a ? (b != b ? NAN32 : b) : b != b ? a : a == b ? as_f32(bits_f32(a) & bits_f32(b)) : a > b ? a : b; }
+FN f32 min_f32(f32 a, f32 b) {
+    if (a != a || b != b) return a == a ? a : b == b ? b : NAN32;
+    return a == b ? as_f32(bits_f32(a) | bits_f32(b)) : a < b ? a : b;
+}
+FN f32 max_f32(f32 a, f32 b) {
+    if (a != a || b != b) return a == a ? a : b == b ? b : NAN32;
+    return a == b ? as_f32(bits_f32(a) & bits_f32(b)) : a > b ? a : b;
+}
 FN f32 minnan_f32(f32 a, f32 b) { return a != a || b != b ? NAN32 : min_f32(a, b); }
 FN f32 maxnan_f32(f32 a, f32 b) { return a != a || b != b ? NAN32 : max_f32(a, b); }
 FN f32 saturate(f32 a) { return a > 0 ? (a < 1 ? a : 1) : 0; }  // NaN gives 0
@@ -183,7 +189,7 @@ FN f32 cvt_f32_f16(f16 a) {
     if (e == 31) return m ? NAN32 : as_f32(s | 0x7f800000u);
     return as_f32(s | bits_f32(e ? as_f32((e + 112) << 23 | m << 13) : (f32)m * 0x1p-24f));
 }
-// To a float of e exponent and m mantissa bits, round to nearest even, no infinity handling: value in units of the least.
+// To a float of m mantissa bits, to nearest even; codes above `most` become `beyond`.
 FN u32 narrow(double a, int bias, int m, u32 most, u32 beyond, u32 nan, int width) {
     u32 sign = signbit(a) ? 1u << (width - 1) : 0;
     if (a != a) return nan;
@@ -223,10 +229,22 @@ FN u32 cvt_f16x2_e2m1x2(u8 a) { return (u32)half_e2m1(a >> 4) << 16 | half_e2m1(
 
 #define ROUNDED(R, F) \
     FN f32 cvt_##R##_f32(f32 a) { return F(a); } \
-    FN s32 cvt_##R##_s32(f32 a) { double x = F((double)a); return x != x ? 0 : x >= 0x1p31 ? INT32_MAX : x < -0x1p31 ? INT32_MIN : (s32)x; } \
-    FN u32 cvt_##R##_u32(f32 a) { double x = F((double)a); return x != x || x < 0 ? 0 : x >= 0x1p32 ? UINT32_MAX : (u32)x; } \
-    FN s64 cvt_##R##_s64(f32 a) { double x = F((double)a); return x != x ? INT64_MIN : x >= 0x1p63 ? INT64_MAX : x < -0x1p63 ? INT64_MIN : (s64)x; } \
-    FN u64 cvt_##R##_u64(f32 a) { double x = F((double)a); return x != x ? 1ull << 63 : x < 0 ? 0 : x >= 0x1p64 ? UINT64_MAX : (u64)x; }
+    FN s32 cvt_##R##_s32(f32 a) { \
+        double x = F((double)a); \
+        return x != x ? 0 : x >= 0x1p31 ? INT32_MAX : x < -0x1p31 ? INT32_MIN : (s32)x; \
+    } \
+    FN u32 cvt_##R##_u32(f32 a) { \
+        double x = F((double)a); \
+        return x != x || x < 0 ? 0 : x >= 0x1p32 ? UINT32_MAX : (u32)x; \
+    } \
+    FN s64 cvt_##R##_s64(f32 a) { \
+        double x = F((double)a); \
+        return x != x ? INT64_MIN : x >= 0x1p63 ? INT64_MAX : x < -0x1p63 ? INT64_MIN : (s64)x; \
+    } \
+    FN u64 cvt_##R##_u64(f32 a) { \
+        double x = F((double)a); \
+        return x != x ? 1ull << 63 : x < 0 ? 0 : x >= 0x1p64 ? UINT64_MAX : (u64)x; \
+    }
 ROUNDED(rzi, trunc) ROUNDED(rni, rint) ROUNDED(rmi, floor) ROUNDED(rpi, ceil)
 
 FN f32 lo_f32(u64 a) { return as_f32((u32)a); }

@@ -1,7 +1,7 @@
 """Code to C: one function per block, one loop over the lanes of a warp per operation."""
 
+from .ir import Address, Block, Code, Const, Op, Read, Reg, Shared, Source, Special
 from .opcodes import CAST, bits
-from .translate import Address, Block, Code, Const, Op, Read, Reg, Shared, Source, Special
 
 MODES = {"idx": 0, "bfly": 1, "up": 2, "down": 3}
 ATOMICS = {op: i for i, op in enumerate(("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"))}

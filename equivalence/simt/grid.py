@@ -6,11 +6,11 @@ import numpy as np
 
 from .arena import merged, spans
 from .hoist import free_loads
+from .ir import Address, Code, Const, Op, Read, Reg, Shared
 from .lanes import DTYPES
 from .native import Fault
 from .opcodes import bits
 from .operations import BAR, CLUSTER, EXITED, OPERATIONS, PARKED, PDL, UNSIGNED, WARP
-from .translate import Address, Code, Const, Op, Read, Reg, Shared
 
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 

@@ -1,7 +1,7 @@
 """Which non-coherent loads a compiler may lift to kernel entry: those whose address and guard depend on nothing that
 happens later, only on parameters, ids, constants and other such loads. A fixed point over all definitions."""
 
-from .translate import Code, Op, Reg
+from .ir import Code, Op, Reg
 
 _LATE = {"atom", "shfl", "vote", "redux", "activemask", "elect", "ldmatrix", "mma", "mbar_wait"}
 

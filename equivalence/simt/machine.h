@@ -202,7 +202,8 @@ static void bulk(Warp *w, int l, u64 to, u64 from, u32 n, u64 bar, s32 line) {
 
 // ---- warps
 
-static void shfl(Warp *w, const u32 *m, int mode, const u32 *a, const u32 *b, const u32 *c, u32 *out, u32 *valid, s32 line) {
+static void shfl(Warp *w, const u32 *m, int mode, const u32 *a, const u32 *b, const u32 *c, u32 *out, u32 *valid,
+                 s32 line) {
     u32 in[32], from[32], ok[32];
     LANES {
         int seg = c[l] >> 8 & 31, cl = c[l] & 31, n = b[l] & 31, low = l & seg, high = low | (cl & ~seg), j;
@@ -310,7 +311,10 @@ static void report_waiting(Launch *L, Cluster *open, u32 n) {
         for (u32 r = 0; open[i].live && r < open[i].size; r++)
             for (u32 j = 0; j < n_warps; j++) {
                 Warp *w = (Warp *)(open[i].ctas[r].warps + (u64)j * warp_bytes);
-                LANES if (w->pc[l] != EXITED) { fail(w, l, DEADLOCK, w->pc[l] & ~PARKED, w->pc[l] >= PARKED); return; }
+                LANES if (w->pc[l] != EXITED) {
+                    fail(w, l, DEADLOCK, w->pc[l] & ~PARKED, w->pc[l] >= PARKED);
+                    return;
+                }
             }
 }
 static int run_grid(Launch *L, const Block *blocks, u32 bytes) {

@@ -18,6 +18,7 @@ from .translate import translate
 
 HERE = Path(__file__).parent
 HEADERS = ("arithmetic.h", "machine.h")
+GENERATOR = ("emit_c.py", "translate.py", "ir.py", "opcodes.py", "parse.py")
 FLAGS = ("-O2", "-ftree-vectorize", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
 FAULTS = (
     "", "address outside the tensors", "misaligned address", "address outside shared memory",
@@ -57,7 +58,7 @@ def _identity() -> str:
     """What the code depends on besides the PTX: generator, runtime, compiler, and the instructions of this CPU."""
     made = subprocess.run([compiler(), "-march=native", "-dM", "-E", "-x", "c", os.devnull], capture_output=True)
     texts = [made.stdout, " ".join(FLAGS).encode()]
-    texts += [(HERE / name).read_bytes() for name in (*HEADERS, "emit_c.py", "translate.py", "opcodes.py", "parse.py")]
+    texts += [(HERE / name).read_bytes() for name in (*HEADERS, *GENERATOR)]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 

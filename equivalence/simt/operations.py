@@ -4,9 +4,9 @@ from collections import deque
 
 import numpy as np
 
+from .ir import Op
 from .lanes import DTYPES, HELPERS, cvt_f32_bf16, cvt_f32_f16
 from .opcodes import CAST, bits
-from .translate import Op
 
 PARKED, EXITED = 1 << 24, 1 << 28
 BAR, CLUSTER, PDL, WARP = range(4)  # what a parked lane waits for
