@@ -358,7 +358,7 @@ def test_a_prefetch_that_ptxas_sank_is_reported():
 
 
 def test_a_pointer_loaded_under_a_vote_is_known_to_the_lanes_that_vote():
-    """ptxas loads `out` where not all lanes skip the store: a lane that stores has voted. Another vote leaves it open."""
+    """ptxas loads `out` only where some lane stores: a lane that stores has voted. Another vote leaves it open."""
     x, w, out = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in ((1, 7168), (1536, 7168), (1, 1536)))
     (kernel,) = pick(linear.linear, dict(x=x, w=w, out=out), {})
     build = kernel.compile("sm_103a")
