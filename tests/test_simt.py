@@ -71,6 +71,7 @@ def program(body: str, registers: str = "") -> str:
     return f"""
 .version 9.0
 .target sm_90a
+.shared .align 8 .b8 buffer[8];
 .visible .entry one(.param .b64 x, .param .b64 y)
 .reqntid 32, 1, 1
 {{
@@ -194,6 +195,8 @@ def test_unknown_instructions_name_themselves_and_their_line():
     ("ld.shared.b32 %r3, [%r1+99996];", r"PTX line 1\d: "),
     ("setp.lt.u32 %p1, %r1, 5;\n@%p1 bra $A;\nshfl.sync.bfly.b32 %r3, %r1, 1, 31, -1;\n$A:",
      r"needs a lane of the warp that is not there"),
+    ("mov.b32 %r2, 2; mbarrier.init.shared.b64 [buffer], %r2;\n"
+     "$A: mbarrier.try_wait.parity.shared.b64 %p1, [buffer], 0;\n@!%p1 bra $A;", "deadlock"),
 ])  # fmt: skip
 def test_faults_name_their_line(run, body, text):
     with pytest.raises(Fault, match=text):
