@@ -92,7 +92,7 @@ def bisect(
     progress("exact")
     truth = reference_run(model, state, requests, tokens, exact, reference.routes)
     own = error(reference, truth, on)
-    if not math.isfinite(own):
+    if not math.isfinite(own) or not truth.logits.isfinite().all():
         return Bisection("could not judge", f"the reference's own {on} are not finite", len(served), 2)
     search = _Search(model, state, requests, tokens, reference.routes, truth, own, selection, extra, on, progress)
 

@@ -62,7 +62,8 @@ def ulps(a: float, b: float, dtype: torch.dtype) -> float:
 class Measured:
     """E tensors of N rows. row: RMS error in units of its bound (b), [E, N], or [E, 1] for narrow rows. element: error
     in units of its bound (c), [E, N * W], inf where (a) is broken. sums [E, 3]: squared relative errors of the twin
-    and the reference, summed over live rows, and the number of live elements. norms [E, 3]: sums of squares of twin's
+    and the reference, summed over live rows, and the number of elements judged:
+    live, and finite in all three. norms [E, 3]: sums of squares of twin's
     error, reference's error, exact value."""
 
     row: Tensor
@@ -81,11 +82,12 @@ def measure(
     t, r, x, live = twin.double(), ref.double(), exact.double(), live[..., None]
     both = (t - r) * 0 == 0  # finite, both of them
     odd = live & ~(both | (t == r) | ((t != t) & (r != r)))
-    drop = ~(live & both & (x * 0 == 0))
+    judged = live & both & (x * 0 == 0)
+    drop = ~judged
     t_err, r_err, x = ((t - x).masked_fill_(drop, 0.0), (r - x).masked_fill_(drop, 0.0), x.masked_fill(drop, 0.0))
     squares = torch.stack([v.square().sum(-1) for v in (t_err, r_err, x)])  # [3, E, N]
     width = twin.shape[-1]
-    count = live.sum((1, 2)) * width  # [E]
+    count = judged.sum((1, 2))  # [E]
     norms = squares.sum(-1).T
     if width < NARROW:
         squares = squares.sum(-1, keepdim=True)  # a tensor is one row; the yardstick comes from all layers

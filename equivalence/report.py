@@ -40,10 +40,16 @@ class Result:
         return sum(e.served_by != "reference" for e in self.served)
 
     @property
+    def hollow(self) -> list[str]:
+        """Tensors of which nothing was compared: no row was live, or no value finite."""
+        return [f"{f.place.key} {f.place.tensor}" for f in self.findings if f.check == "value" and not f.compared]
+
+    @property
     def verdict(self) -> str:
         if self.first:
             return "disagreement"
-        return "equal" if self.judged and not self.refused and self.about.get("tokens") else "could not judge"
+        whole = self.judged and not self.refused and not self.hollow and self.about.get("tokens", 0) > 0
+        return "equal" if whole else "could not judge"
 
     @property
     def exit_code(self) -> int:
@@ -60,6 +66,8 @@ class Result:
             return f"equal: {text} stay within the reference's own error over {self.about['tokens']} tokens"
         if self.refused:
             return f"could not judge: {text}; " + "; ".join(sorted(set(self.refused.values())))
+        if self.hollow:
+            return f"could not judge: {text}; of {len(self.hollow)} tensors nothing was compared: {self.hollow[0]}"
         return f"could not judge: {text}"
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from .config import Config
 from .numerics import Numerics, fused
 from .plan import Plan, Step, Workspace, plan
 from .stage import ContractError
-from .state import DecodeState, Request, step_index
+from .state import DecodeState, Request, admit, step_index
 
 PREFILL_CHUNK = 1024
 
@@ -25,8 +26,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ContractError(f"{self}: allowed are temperature >= 0, top_k >= 0, 0 < top_p <= 1")
+        real = 0 <= self.temperature < 2.0**128 and 2.0**-126 <= self.top_p <= 1  # they are kept in fp32
+        whole = isinstance(self.top_k, Integral) and isinstance(self.seed, Integral)
+        if not (real and whole and 0 <= self.top_k < 2**31 and -(2**63) <= self.seed < 2**63):
+            raise ContractError(
+                f"{self}: allowed are a finite temperature >= 0, 0 <= top_k < 2^31, 0 < top_p <= 1, a 64-bit seed"
+            )
 
 
 GREEDY = Sampling()
@@ -68,11 +73,15 @@ class Decoder:
     def prefill(self, request: Request, ids: Sequence[int], sampling: Sampling = GREEDY,
                 allowed: Tensor | None = None) -> Workspace:  # fmt: skip
         """Feed a prompt in chunks; the workspace of the last chunk holds the first sampled token."""
+        ids = list(ids)
         if not ids:
             raise ContractError("a prompt needs at least one token")
+        check_sampling([sampling], 1, 1, allowed, self.config.vocab)
+        admit(self.state, [request], ids)
+        self.state.reserve((request, request.length + len(ids)))  # all chunks or none
         space = None
         for start in range(0, len(ids), PREFILL_CHUNK):
-            part = list(ids[start : start + PREFILL_CHUNK])
+            part = ids[start : start + PREFILL_CHUNK]
             index = step_index(self.state, [request], part, prefill=True)
             index |= sampling_index([sampling], 1, allowed, self.state.device)
             space = self.run(plan(self.config, len(part), prefill=True, masked=allowed is not None), index)
@@ -82,9 +91,10 @@ class Decoder:
     def decode(self, requests: Sequence[Request], ids: Sequence[int], samplings: Sequence[Sampling] | None = None,
                allowed: Tensor | None = None, rows: int | None = None) -> Workspace:  # fmt: skip
         """One token per request. `rows` pads the batch with null rows; allowed is a bool mask [rows, vocab]."""
+        n, samplings = rows or len(requests), samplings or [GREEDY] * len(requests)
+        check_sampling(samplings, len(requests), n, allowed, self.config.vocab)
         index = step_index(self.state, list(requests), list(ids), rows=rows)
-        n = rows or len(requests)
-        index |= sampling_index(samplings or [GREEDY] * len(requests), n, allowed, self.state.device)
+        index |= sampling_index(samplings, n, allowed, self.state.device)
         space = self.run(plan(self.config, n, masked=allowed is not None), index)
         for r in requests:
             r.length += 1
@@ -93,18 +103,38 @@ class Decoder:
     def generate(
         self, prompts: Sequence[Sequence[int]], steps: int, samplings: Sequence[Sampling] | None = None
     ) -> list:
-        """Continuations of `steps` tokens, all prompts in one batch: list of token id lists."""
+        """Continuations of `steps` tokens, all prompts in one batch: list of token id lists. Closes what it opened."""
         samplings = samplings or [GREEDY] * len(prompts)
-        requests = [self.state.open() for _ in prompts]
-        last = [int(self.prefill(r, p, s).act["tokens"]) for r, p, s in zip(requests, prompts, samplings, strict=True)]
-        out = [[t] for t in last]
-        for _ in range(steps - 1):
-            last = self.decode(requests, last, samplings).act["tokens"].tolist()
-            for tokens, t in zip(out, last, strict=True):
-                tokens.append(t)
-        for r in requests:
-            self.state.close(r)
+        if steps < 1 or len(samplings) != len(prompts):
+            raise ContractError(f"{len(prompts)} prompts, {len(samplings)} samplings, {steps} steps: steps start at 1")
+        requests = []
+        try:
+            for _ in prompts:
+                requests.append(self.state.open())
+            fed = zip(requests, prompts, samplings, strict=True)
+            last = [int(self.prefill(r, p, s).act["tokens"]) for r, p, s in fed]
+            out = [[t] for t in last]
+            for _ in range(steps - 1):
+                last = self.decode(requests, last, samplings).act["tokens"].tolist()
+                for tokens, t in zip(out, last, strict=True):
+                    tokens.append(t)
+        finally:
+            for r in requests:
+                self.state.close(r)
         return out
+
+
+def check_sampling(samplings: Sequence[Sampling], requests: int, rows: int, allowed: Tensor | None, vocab: int) -> None:
+    """Raise ContractError unless each request has a sampling and `allowed` is a bool mask that leaves it a token."""
+    if len(samplings) != requests:
+        raise ContractError(f"{len(samplings)} samplings for {requests} requests")
+    if allowed is None:
+        return
+    if allowed.dtype is not torch.bool or tuple(allowed.shape) != (rows, vocab):
+        raise ContractError(f"allowed is {allowed.dtype} {tuple(allowed.shape)}; allowed is torch.bool {(rows, vocab)}")
+    empty = (~allowed[:requests].any(-1)).nonzero().flatten().tolist()
+    if empty:
+        raise ContractError(f"row {empty[0]} of the mask allows no token; at least one is needed")
 
 
 def sampling_index(samplings: Sequence[Sampling], rows: int, allowed: Tensor | None, device) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ def gumbel(seed: Tensor, position: Tensor, n: int) -> Tensor:
     """Standard Gumbel noise [R, n] float64 for rows keyed by seed [R] and position [R]."""
     row = _mix(_mix(seed + 0x1E3779B97F4A7C15) + position)
     bits = _mix(row[:, None] + torch.arange(n, device=seed.device) * 0x2545F4914F6CDD1D)
-    u = ((bits >> 11) & ((1 << 53) - 1)).double() * 2**-53 + 2**-54
+    u = ((bits >> 12) & ((1 << 52) - 1)).double() * 2**-52 + 2**-53  # exact, below 1: the noise is finite
     return -(-u.log()).log()
 
 

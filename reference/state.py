@@ -4,7 +4,9 @@ Source: SPEC.md 15. Slot 0 and page 0 are null: padded rows point at them, and n
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -80,9 +82,11 @@ class DecodeState:
             request.pages += [self.free_pages.pop() for _ in range(pages)]
 
     def close(self, request: Request) -> None:
+        """Give slot and pages back; the request cannot be used again. Raises ContractError for one that is closed."""
+        admit(self, [request])
         self.free_slots.append(request.slot)
         self.free_pages += request.pages
-        request.pages = []
+        request.slot, request.pages = 0, []
 
     def clone(self) -> "DecodeState":
         """The same contents in other memory; allocation lists are copied too."""
@@ -125,6 +129,20 @@ class DecodeState:
         return out
 
 
+def admit(state: DecodeState, requests: Sequence[Request], ids: Sequence[int] = ()) -> None:
+    """Raise ContractError for token ids outside the vocabulary, closed requests, and a request that occurs twice."""
+    bad = [i for i in ids if not isinstance(i, Integral) or not 0 <= i < state.config.vocab]
+    if bad:
+        raise ContractError(f"token id {bad[0]}; allowed are 0..{state.config.vocab - 1}")
+    slots = [r.slot for r in requests]
+    closed = [s for s in slots if s <= 0 or s in state.free_slots]
+    if closed:
+        raise ContractError(f"slot {closed[0]} belongs to no open request; allowed are requests that are not closed")
+    if len(set(slots)) < len(slots):
+        twice = next(s for s in slots if slots.count(s) > 1)
+        raise ContractError(f"the request of slot {twice} occurs more than once in a step; requests must differ")
+
+
 def step_index(state: DecodeState, requests: list[Request], ids: list[int], *, rows: int | None = None,
                prefill: bool = False) -> dict[str, Tensor]:  # fmt: skip
     """The index tensors of one step; pages for the new tokens are reserved here.
@@ -140,12 +158,10 @@ def step_index(state: DecodeState, requests: list[Request], ids: list[int], *, r
         raise ContractError(f"{len(ids)} token ids for {len(requests)} requests")
     if not requests or not ids:
         raise ContractError("a step needs at least one request and one token")
-    bad = [i for i in ids if not 0 <= i < state.config.vocab]
-    if bad:
-        raise ContractError(f"token id {bad[0]}; allowed are 0..{state.config.vocab - 1}")
     pad = 0 if prefill or rows is None else rows - len(requests)
     if pad < 0:
         raise ContractError(f"{len(requests)} requests do not fit into {rows} rows")
+    admit(state, requests, ids)
     state.reserve(*((r, r.length + new) for r in requests))
     width = max(len(r.pages) for r in requests)
     table = [r.pages + [0] * (width - len(r.pages)) for r in requests] + [[0] * width] * pad

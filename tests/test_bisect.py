@@ -9,6 +9,7 @@ from equivalence.bisect import bisect
 from equivalence.cases import load_model
 from equivalence.law_twin import LawTwin
 from fast.selection import Rule, Selection
+from reference.decoder import Model
 from reference.stage import ContractError
 
 PROMPTS = ([256, *b"one prompt"], [256, *b"another, longer"])
@@ -42,6 +43,14 @@ def scaled(name, factor):
 def test_clean_twins_are_equal_after_three_runs(model):
     found = bisect(model, PROMPTS, steps=4, **served())
     assert (found.verdict, found.model_runs, found.key) == ("equal", 3, None) and found.runs[0].ratio == 1.0
+
+
+def test_logits_of_nan_cannot_be_judged(model):
+    """Exact, fused and twin are NaN alike: no difference, and no verdict either, even for a broken twin."""
+    nan = {k: torch.full_like(t, torch.nan) if k[0] == "embed.w" else t for k, t in model.weights.items()}
+    for how in (served(), served(scaled("recurrent", 1.3), 0)):
+        found = bisect(Model(model.config, nan), PROMPTS[:1], steps=2, **how)
+        assert found.verdict == "could not judge" and "not finite" in found.text
 
 
 @pytest.mark.parametrize("layer", (0, 2))

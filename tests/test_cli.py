@@ -6,8 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from equivalence.cases import SMALL
+from reference.checkpoint import write
+from reference.weights import random_checkpoint_tensors
 from tools.check import Checked, Part
 from tools.cli import app
+from tools.common import one_line
 from tools.generate import _swap
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
@@ -64,6 +68,10 @@ def test_bisect_without_a_twin_cannot_judge():
     (("check", "--prompts", "none"), "prompt 'none': allowed are ids and kinds"),
     (("check", "--device", "cuda"), "device 'cuda': no CUDA GPU is visible"),
     (("check", "--device", "tpu"), "device 'tpu': allowed are auto, cpu, cuda, cuda:N"),
+    (("check", "--follow", "neither"), "follow 'neither': allowed are reference, twin"),
+    (("check", "--device", f"cuda:{10**30}"), "allowed are auto, cpu, cuda, cuda:N"),
+    (("doctor", "--json", "/"), "Is a directory"),
+    (("generate", "--model", "tiny", "--prompt", "x", "--top-k", str(2**31)), "top_k < 2^31"),
     (("generate", "--model", "tiny"), "generate takes either --prompt or --prompt-id"),
     (("generate", "--model", "tiny", "--prompt", "x", "--swap", "nothing=fast"), "'nothing' is no stage and no twin"),
     (("generate", "--model", "tiny", "--prompt", "x", "--backend", "quick"), "decode_backend 'quick': allowed are"),
@@ -79,3 +87,28 @@ def test_wrong_arguments_are_one_line_and_code_2(args, text):
     code, _, errors = k3(*args)
     lines = [line for line in errors.splitlines() if line.strip()]
     assert code == 2 and len(lines) == 1 and text in lines[0]
+
+
+def test_a_model_of_nan_is_never_equal(tmp_path):
+    """Law and twin agree on NaN; that is no comparison. Lockstep, prefill and the whole verdict say so."""
+
+    def spoilt():
+        for name, t in random_checkpoint_tensors(SMALL["tiny"], 0):
+            yield name, torch.full_like(t, torch.nan) if name.endswith("embed_tokens.weight") else t
+
+    write(tmp_path / "nan", SMALL["tiny"], spoilt())
+    file = tmp_path / "out.json"
+    code, _, _ = k3("check", "--model", tmp_path / "nan", "--prompts", "edge-one-byte", "--tokens", 1, "--no-order",
+                    "--json", file)  # fmt: skip
+    assert code == 2 and {p["verdict"] for p in json.loads(file.read_text())["parts"]} == {"could not judge"}
+
+
+def test_no_tokens_are_no_verdict():
+    assert k3("check", "--model", "tiny", "--tokens", -3, "--no-order")[0] == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_a_crash_is_no_disagreement(error):
+    with pytest.raises(SystemExit) as ended, one_line():
+        raise error
+    assert ended.value.code == 2

@@ -123,7 +123,16 @@ def bad_steps():
         (lambda s, r: step_index(s, [r, r], [1, 2], prefill=True), "prefill takes one request at a time, got 2"),
         (lambda s, r: step_index(s, [], []), "at least one request"),
         (lambda s, r: step_index(s, [Request(1, [], 16 * 60)], [1]), "61 pages wanted for 961 tokens, 39 free"),
-        (lambda s, r: step_index(s, [full, Request(2, [], 16 * 60)], [1, 2]), "pages wanted"),
+        (lambda s, r: step_index(s, [full, Request(s.open().slot, [], 16 * 60)], [1, 2]), "pages wanted"),
+        (lambda s, r: step_index(s, [r, Request(r.slot)], [1, 2]), "the request of slot 1 occurs more than once"),
+        (lambda s, r: step_index(s, [Request(2)], [1]), "slot 2 belongs to no open request"),
+        (lambda s, r: step_index(s, [Request(0)], [1]), "slot 0 belongs to no open request"),
+        (lambda s, r: step_index(s, [r], [1.5]), r"token id 1\.5"),
+        (lambda s, r: s.close(Request(2)), "slot 2 belongs to no open request"),
+        (lambda s, r: Sampling(temperature=float("inf")), "finite temperature"),
+        (lambda s, r: Sampling(top_k=2**31), r"top_k < 2\^31"),
+        (lambda s, r: Sampling(top_p=1e-50), "0 < top_p <= 1"),
+        (lambda s, r: Sampling(seed=2**63), "64-bit seed"),
         (lambda s, r: Sampling(temperature=-1.0), "temperature >= 0"),
         (lambda s, r: Sampling(temperature=float("nan")), "temperature >= 0"),
         (lambda s, r: Sampling(top_p=0.0), "0 < top_p <= 1"),
@@ -140,6 +149,50 @@ def test_bad_steps_raise_and_leave_pages_alone(call, text):
     with pytest.raises(ContractError, match=text):
         call(s, r)
     assert s.free_pages == pages and not s.changed(before)
+
+
+def wrong_calls():
+    mask = torch.ones(1, mini.vocab, dtype=torch.bool)
+    return [
+        (lambda d, r: d.decode([r], [1], [Sampling()] * 2), "2 samplings for 1 requests"),
+        (lambda d, r: d.decode([r], [1], allowed=mask.int()), "allowed is torch.int32"),
+        (lambda d, r: d.decode([r], [1], allowed=mask[0]), r"allowed is torch.bool \(1, 272\)"),
+        (lambda d, r: d.decode([r], [1], rows=3, allowed=mask), r"allowed is torch.bool \(3, 272\)"),
+        (lambda d, r: d.decode([r], [1], allowed=~mask), "row 0 of the mask allows no token"),
+        (lambda d, r: d.prefill(r, [1] * 900), "pages wanted for 905 tokens"),
+        (lambda d, r: d.prefill(r, [1] * 20 + [272]), "token id 272"),
+        (lambda d, r: d.generate([[1], [272]], 2), "token id 272"),
+        (lambda d, r: d.generate([[1]] * 9, 2), "no free slot"),
+        (lambda d, r: d.generate([[1]], 0), "0 steps"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, text", wrong_calls(), ids=range(len(wrong_calls())))
+def test_wrong_calls_leave_the_request_and_its_state(model, monkeypatch, call, text):
+    """Nothing of an open request changes, and what was taken is given back; slots that were free may be rewritten."""
+    monkeypatch.setattr("reference.decoder.PREFILL_CHUNK", 16)
+    d = Decoder(model, state())
+    r = d.state.open()
+    d.prefill(r, [256, *b"some"])
+    before, known = d.state.clone(), (r.slot, list(r.pages), r.length)
+    with pytest.raises(ContractError, match=text):
+        call(d, r)
+    assert (r.slot, r.pages, r.length) == known
+    assert sorted(d.state.free_slots) == sorted(before.free_slots)
+    assert sorted(d.state.free_pages) == sorted(before.free_pages)
+    for (name, layer), t in d.state.tensors.items():
+        mine = r.pages if name == "cache" else [r.slot]
+        assert torch.equal(t[mine], before.tensors[name, layer][mine])
+
+
+def test_a_closed_request_is_spent():
+    s = state()
+    r = s.open()
+    s.close(r)
+    for call in (lambda: s.close(r), lambda: step_index(s, [r], [1])):
+        with pytest.raises(ContractError, match="slot 0 belongs to no open request"):
+            call()
+    assert len({s.open().slot, s.open().slot}) == 2
 
 
 def test_digest_names_the_changed_slot():

@@ -71,6 +71,15 @@ def test_top_k_and_top_p_keep_the_right_tokens():
     assert on(3, 1e-9) == [True, False, False, False]
 
 
+def test_noise_is_finite_where_all_bits_of_the_hash_are_set():
+    """The one (seed, position) whose token 5 has 64 ones: its noise is the largest there is, and a mask still holds."""
+    seed, position = torch.tensor([475772972140089410]), torch.tensor([7])
+    noise = gumbel(seed, position, 16)
+    assert noise.isfinite().all() and int(noise.argmax()) == 5
+    allowed = torch.arange(16)[None] != 5
+    assert draw(torch.zeros(1, 16), seed=int(seed), position=position, allowed=allowed).item() != 5
+
+
 def test_masked_tokens_never_appear():
     logits, allowed = torch.zeros(1, 64), torch.zeros(1, 64, dtype=torch.bool)
     allowed[0, [5, 60]] = True

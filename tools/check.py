@@ -50,6 +50,10 @@ class Checked:
 
 def run(model, prompts, tokens, swap, faults, follow, order, device, require_twins=False) -> Checked:
     """Judge the twins (GPU) or the reference's modes (CPU) on prompts, prefill against decode, and the order proof."""
+    from equivalence.lockstep import FOLLOW
+
+    if follow not in FOLLOW:
+        raise ValueError(f"follow {follow!r}: allowed are {', '.join(FOLLOW)}")
     where = named_device(device)
     tokens = tokens or TOKENS[where.type]
     chosen = named_prompts(prompts) if prompts else _shortest_of_each_kind()
@@ -116,7 +120,12 @@ def _modes(model, ids, tokens) -> list[Part]:
         over = budget_excess(result, which)
         judged = [f for f in result.findings if f.check == "value"]
         about = f"{result.about['model']} ({result.about['weights']}), {len(group)} prompts, {tokens} tokens"
-        if over:
+        if result.hollow or not judged:
+            verdict, text = (
+                "could not judge",
+                f"{about}: nothing was compared of {(result.hollow or ['any tensor'])[0]}",
+            )
+        elif over:
             key, excess = max(over.items(), key=lambda item: item[1])
             verdict, text = "disagreement", f"{about}: {key} is {excess:.3g} times over its rounding budget"
         else:
@@ -133,7 +142,7 @@ def _prefill(model, ids) -> Part:
     from reference.numerics import exact
 
     loaded, _ = load_model(model)
-    worst, count = 0.0, 0
+    worst, count, name = 0.0, 0, "reference, prefill against decode"
     for tokens in prompt_tokens(ids, loaded.config):
         tokens = (tokens * 24)[:24]
         one = Decoder(loaded, make_state(loaded.config, [len(tokens)], 1, "cpu").to(exact))
@@ -144,10 +153,13 @@ def _prefill(model, ids) -> Part:
         for token in tokens[1:]:
             got = two.decode([request], [token])
         pairs = [(got.act["vocab_logits"], want)] + [(two.state.tensors[k], t) for k, t in one.state.tensors.items()]
-        worst = max(worst, *(float((a - b).norm() / b.norm().clamp_min(1e-300)) for a, b in pairs))
+        for a, b in pairs:
+            if not (a.isfinite().all() and b.isfinite().all()):
+                return Part(name, "could not judge", f"not finite in float64 after {len(tokens)} tokens")
+            worst = max(worst, float((a - b).norm() / b.norm().clamp_min(1e-300)))
         count += len(tokens)
     text = f"logits and state of {count} tokens differ by {worst:.1e} in float64 (allowed {AGREE:.0e})"
-    return Part("reference, prefill against decode", "equal" if worst <= AGREE else "disagreement", text)
+    return Part(name, "equal" if worst <= AGREE else "disagreement", text)
 
 
 def _interpreted(model, ids, swap, faults, follow) -> Part:

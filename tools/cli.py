@@ -17,7 +17,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pret
 
 @app.command()
 def check(
-    model: str = MODEL, prompts: str = PROMPTS, tokens: int = typer.Option(None, help="Decoded tokens per prompt."),
+    model: str = MODEL, prompts: str = PROMPTS,
+    tokens: int = typer.Option(None, min=1, help="Decoded tokens per prompt."),
     swap: str = typer.Option("", help="Which implementation serves what: STAGE=IMPLEMENTATION[@LAYERS], ..."),
     fault: list[str] = typer.Option([], help="Inject a fault: NAME@LAYER (see equivalence/faults.py)."),
     follow: str = typer.Option("reference", help="Trajectory: reference (kernel error) or twin (errors accumulate)."),

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,10 @@ def device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device {name!r}: allowed are auto, cpu, cuda, cuda:N")
-    chosen = torch.device(name)
+    try:
+        chosen = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r}: allowed are auto, cpu, cuda, cuda:N") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: no CUDA GPU is visible")
     return chosen
@@ -62,9 +66,12 @@ def write_json(result: dict, target: str | None) -> None:
 
 @contextmanager
 def one_line():
-    """A user's mistake or missing part ends in one line and exit code 2, never in a traceback."""
+    """A user's mistake or missing part ends in one line and exit code 2, a defect of ours in a traceback and 2."""
     try:
         yield
-    except (ValueError, NotImplementedError, FileNotFoundError, ImportError) as error:
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
         console.print(f"k3: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(UNJUDGED)
+    except (Exception, KeyboardInterrupt):  # a crash is no verdict: Python's own exit code would say "disagreement"
+        traceback.print_exc()
         sys.exit(UNJUDGED)

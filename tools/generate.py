@@ -1,5 +1,6 @@
 """`k3 generate`: text from the model, with implementations swapped between tokens."""
 
+import os
 import re
 import sys
 
@@ -24,7 +25,7 @@ def run(prompt, prompt_id, tokens, model, device, backend, swaps, sampling, expl
     config = loaded.config
     if (prompt is None) == (prompt_id is None):
         raise ContractError("generate takes either --prompt or --prompt-id")
-    ids = prompts(prompt_id)[0].tokens(config) if prompt_id else [config.bos, *prompt.encode()]
+    ids = prompts(prompt_id)[0].tokens(config) if prompt_id else [config.bos, *os.fsencode(prompt)]
     schedule = sorted((_swap(text) for text in swaps), key=lambda s: s[0])
     pages = -(-(len(ids) + tokens) // PAGE) + 2
     decoder = FastDecoder(
