@@ -156,4 +156,6 @@ def routes(twin: Tensor, ref: Tensor, scores: Tensor, slack: Tensor) -> tuple[Te
     distinct = chosen.sum(-1) == twin.shape[-1]
     left_out = scores.masked_fill(chosen, -torch.inf).amax(-1)
     lowest = scores.gather(-1, safe).amin(-1)
-    return (chosen != wanted).any(-1) | ~exists, ~exists | ~distinct | (left_out - lowest > 2 * slack)
+    differs = (chosen != wanted).any(-1) | ~exists
+    inside = left_out - lowest <= 2 * slack  # False where anything is NaN: then only the reference's own set is legal
+    return differs, ~exists | ~distinct | (differs & ~inside)

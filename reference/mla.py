@@ -8,7 +8,22 @@ from torch import Tensor
 
 from .linear import linear_stage, rms_norm
 from .numerics import Numerics
-from .stage import Constraint, Role, Stage, Tensor_, activation, bf16, f32, i64, index, output, state, weight, within
+from .stage import (
+    Constraint,
+    Role,
+    Stage,
+    Tensor_,
+    activation,
+    bf16,
+    f32,
+    i64,
+    index,
+    output,
+    state,
+    unique_live,
+    weight,
+    within,
+)
 
 LATENT = 512
 GATHER_ELEMENTS = 1 << 27  # cache elements lifted at once: keeps the float64 copy of the rows near 1 GiB
@@ -70,6 +85,7 @@ CACHE_WRITE = Stage(
         state("cache", "P B R", rows="slot_mapping", paged=True),
     ),
     constraints=(
+        unique_live("slot_mapping"),
         Constraint("slot_mapping < P * B", lambda t, d: _beyond(t["slot_mapping"], d["P"] * d["B"]), reads_values=True),
     ),
 )

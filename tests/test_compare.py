@@ -260,3 +260,10 @@ def test_a_finding_that_only_the_run_shows():
     (finding,) = verdicts.findings()
     assert finding.bad == 0 and finding.first_token is None and "over the run" in finding.reasons[0]
     assert 1.3 < finding.pooled < 1.5
+
+
+def test_routes_among_nan_scores_are_legal_only_if_they_are_the_reference_s():
+    scores = torch.tensor([[0.9, 0.8, torch.nan, 0.1]], dtype=torch.float64).expand(3, -1)
+    twin, ref = torch.tensor([[0, 1], [1, 0], [0, 3]]), torch.tensor([[0, 1]]).expand(3, -1)
+    differs, illegal = routes(twin, ref, scores, torch.tensor([0.1, torch.nan, 0.1], dtype=torch.float64))
+    assert differs.tolist() == illegal.tolist() == [False, False, True]
