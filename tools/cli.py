@@ -3,6 +3,7 @@
 Exit codes: 0 equal (or fine), 1 disagreement, 2 could not judge.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,9 @@ def bench(
 def test(context: typer.Context):
     """The unit tests (pytest tests/); further arguments go to pytest."""
     arguments = context.args or ["-n", "auto"]
-    raise typer.Exit(subprocess.call([sys.executable, "-m", "pytest", "tests", *arguments], cwd=ROOT))
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a worker per core already
+    call = [sys.executable, "-m", "pytest", "tests", *arguments]
+    raise typer.Exit(subprocess.call(call, cwd=ROOT, env=environment))
 
 
 @app.command()
