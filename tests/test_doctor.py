@@ -72,14 +72,22 @@ def test_without_a_gpu(good):
     missing, can = judged({**good, "gpus": [], "cuda": None})
     assert missing == []
     assert can == {
-        "check": "no", "bisect": "no", "order": "yes", "generate": "partly", "bench": "no", "test": "partly",
+        "check": "partly", "bisect": "no", "order": "yes", "generate": "partly", "bench": "no", "test": "partly",
         "doctor": "yes",
     }  # fmt: skip
 
 
+def test_what_check_judges_without_a_gpu(good):
+    none = {**good, "gpus": [], "cuda": None}
+    why = doctor.commands(none)["check"]["why"]
+    assert "twins in the PTX interpreter" in why and "no twin on a GPU" in why
+    assert "no C compiler" in doctor.commands({**none, "compiler": {"path": None, "version": None}})["check"]["why"]
+    assert "could not judge" in doctor.commands(none)["bisect"]["why"]
+
+
 def test_a_gpu_that_is_not_served(good):
     facts = {**good, "gpus": [A100]}
-    assert judged(facts)[1]["check"] == "no"
+    assert judged(facts)[1]["check"] == "partly"
     assert doctor.commands(facts)["check"]["why"].startswith("A100 (sm_80) is not served; served are sm_90a, sm_100a")
     assert judged({**good, "gpus": [A100, H200]})[1]["check"] == "yes"
 

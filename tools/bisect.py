@@ -1,10 +1,8 @@
 """`k3 bisect`: search for the first (layer, stage) that makes a model run leave the reference."""
 
 from equivalence.bisect import Bisection, bisect
-from equivalence.faults import inject
-from fast.selection import Selection
 
-from .common import console, out
+from .common import console, out, serving
 from .common import device as named_device
 from .common import prompts as named_prompts
 
@@ -17,7 +15,7 @@ def run(model: str, prompts: str | None, steps: int, on: str, swap: str, faults:
     where = named_device(device)
     loaded, _ = load_model(model, str(where))
     chosen = named_prompts(prompts, DEFAULT)[:8]
-    selection, extra = inject(faults, Selection.parse(swap))
+    selection, extra = serving(swap, faults, loaded.config)
     with console.status("bisecting") as status:
         found = bisect(
             loaded, [p.tokens(loaded.config) for p in chosen], steps=steps, on=on, selection=selection, extra=extra,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .common import DISAGREEMENT, EQUAL, UNJUDGED, console, out
+from .common import DISAGREEMENT, EQUAL, UNJUDGED, console, out, serving
 from .common import device as named_device
 from .common import prompts as named_prompts
 
@@ -50,11 +50,13 @@ class Checked:
 
 def run(model, prompts, tokens, swap, faults, follow, order, device, require_twins=False) -> Checked:
     """Judge the twins (GPU) or the reference's modes (CPU) on prompts, prefill against decode, and the order proof."""
+    from equivalence.cases import load_model
     from equivalence.lockstep import FOLLOW
 
     if follow not in FOLLOW:
         raise ValueError(f"follow {follow!r}: allowed are {', '.join(FOLLOW)}")
     where = named_device(device)
+    serving(swap, faults, load_model(model, str(where))[0].config)
     tokens = tokens or TOKENS[where.type]
     chosen = named_prompts(prompts) if prompts else _shortest_of_each_kind()
     ids = [p.id for p in chosen]

@@ -10,10 +10,24 @@ from pathlib import Path
 
 import typer
 
-from .common import DEVICE, DISAGREEMENT, EQUAL, JSON, MODEL, PROMPTS, UNJUDGED, console, one_line, out, write_json
+from .common import (
+    DEVICE,
+    DISAGREEMENT,
+    EQUAL,
+    JSON,
+    MODEL,
+    PROMPTS,
+    UNJUDGED,
+    OneLine,
+    console,
+    one_line,
+    out,
+    whole_numbers,
+    write_json,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+app = typer.Typer(cls=OneLine, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
 
 @app.command()
@@ -28,7 +42,7 @@ def check(
     device: str = DEVICE, json: str = JSON,
 ):  # fmt: skip
     """Do the twins equal the reference on real prompts? One verdict, per layer and stage."""
-    with one_line():
+    with one_line(json):
         from .check import run
 
         result = run(model, prompts, tokens, swap, fault, follow, order, device, require_twins)
@@ -45,7 +59,7 @@ def bisect(
     device: str = DEVICE, json: str = JSON,
 ):  # fmt: skip
     """Which layer and stage makes a model run leave the reference? Finds it by swapping twins."""
-    with one_line():
+    with one_line(json):
         from . import bisect as command
 
         found = command.run(model, prompts, steps, on, swap, fault, device)
@@ -80,7 +94,7 @@ def generate(
     explain: bool = typer.Option(False, help="Say afterwards which twin served what, and why not."), json: str = JSON,
 ):  # fmt: skip
     """Generate text, swapping implementations between tokens."""
-    with one_line():
+    with one_line(json):
         from . import generate as command
 
         result = command.run(
@@ -97,10 +111,10 @@ def bench(
     save: bool = typer.Option(True, help="Write the rows to tools/bench/results/."), json: str = JSON,
 ):  # fmt: skip
     """Our twins, their peers and the memory floor, side by side on this GPU."""
-    with one_line():
+    with one_line(json):
         from .bench import run
 
-        result = run(stage, [int(t) for t in tokens.split(",")], save)
+        result = run(stage, whole_numbers(tokens, "tokens"), save)
         write_json(result, json)
 
 
@@ -116,7 +130,7 @@ def test(context: typer.Context):
 @app.command()
 def doctor(json: str = JSON):
     """What this machine can run, and what is missing."""
-    with one_line():
+    with one_line(json):
         from .doctor import render, report
 
         found = report()

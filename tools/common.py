@@ -1,15 +1,18 @@
 """What the subcommands share: exit codes, the model and prompts a user names, and JSON output."""
 
 import json
+import math
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import typer
+import typer.core
 from rich.console import Console
 
 EQUAL, DISAGREEMENT, UNJUDGED = 0, 1, 2
@@ -38,13 +41,14 @@ def device(name: str) -> torch.device:
 
 
 def prompts(names: str | None, default: Sequence[str] = ()):
-    """Prompts by id or kind; None takes `default`, and an empty default all of them."""
-    from golden.prompts import PromptError, load
+    """Prompts by id (built ones too) or kind; None takes `default`, and an empty default all of them."""
+    from golden.prompts import PromptError, get, load
 
     every = load()
     wanted = [n.strip() for n in names.split(",")] if names else list(default)
     chosen = [p for p in every if not wanted or p.id in wanted or p.kind in wanted]
-    known = {p.id for p in every} | {p.kind for p in every}
+    chosen += [get(n) for n in wanted if n.startswith("long-") and n not in {p.id for p in every}]
+    known = {p.id for p in every} | {p.kind for p in every} | {p.id for p in chosen}
     missing = [n for n in wanted if n not in known]
     if missing:
         raise PromptError(
@@ -53,24 +57,144 @@ def prompts(names: str | None, default: Sequence[str] = ()):
     return chosen
 
 
+def whole_numbers(text: str, name: str) -> list[int]:
+    """ "1,2,64" as numbers from 1. Raises ValueError naming the option, the part and what is allowed."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not re.fullmatch(r"[0-9]{1,9}", part) or int(part) < 1:
+            raise ValueError(f"{name} {text!r}: {part!r} is no whole number from 1; allowed are such, comma separated")
+    return [int(part) for part in parts]
+
+
+def serving(swap: str, faults: Sequence[str], config) -> tuple:
+    """What `--swap` and `--fault` ask of a model: (Selection, implementations by name), as `faults.inject` gives them.
+
+    Raises ContractError for a rule or fault that changes nothing in a decode step of `config`.
+    """
+    from equivalence.faults import inject
+    from fast.selection import Selection, twins
+
+    selection, known = Selection.parse(swap), twins() | inject(faults, Selection())[1]
+    check_swaps(selection, known, config)
+    for spec in faults:
+        injected, extra = inject([spec], Selection())
+        if not any(_matched(rule, extra, config) for rule in injected.rules):
+            raise ValueError(
+                f"fault {spec!r} matches no stage of {config.name}, whose layers are 0-{config.layers - 1}"
+            )
+    return inject(faults, selection)
+
+
+def check_swaps(selection, known: Mapping, config) -> None:
+    """Refuse rules that change nothing in a decode step: no such stage there, or nothing that could serve it.
+
+    Raises ContractError naming the rule and what exists.
+    """
+    from reference.plan import plan
+    from reference.stage import TWINS, ContractError
+
+    for rule in selection.rules:
+        found = _matched(rule, known, config)
+        at = "" if rule.layers is None else "@" + "-".join(map(str, dict.fromkeys(rule.layers)))
+        text = f"swap '{rule.target}={rule.implementation}{at}'"
+        if not found:
+            first, last = rule.layers or (0, config.layers - 1)
+            inside = (
+                s.stage.name for s in plan(config, 1).steps if rule.layers is None or s.layer in range(first, last + 1)
+            )
+            there = ", ".join(dict.fromkeys(inside)) or "nothing"
+            raise ContractError(
+                f"{text} matches nothing in {config.name}; layers are 0-{config.layers - 1}, there is {there}"
+            )
+        able = [rule.implementation] if rule.implementation in known else list(TWINS)
+        serves = {stage for name in able for span in known[name].spans for stage in span}
+        if rule.implementation != "reference" and not serves & found:
+            raise ContractError(f"{text} changes nothing; {rule.implementation} serves {', '.join(sorted(serves))}")
+
+
+def _matched(rule, known: Mapping, config) -> set[str]:
+    """Stages of one decode step that a rule covers."""
+    from fast.selection import Selection
+    from reference.plan import plan
+
+    Selection((rule,)).choose((), known)  # raises for an unknown target or implementation
+    marked = Selection((replace(rule, implementation="reference"),))
+    steps = plan(config, 1).steps
+    chosen = marked.choose(steps, known)
+    return {s.stage.name for s, name in zip(steps, chosen, strict=True) if name == "reference"}
+
+
+def check_target(target: str | None) -> None:
+    """Refuse a file for JSON that cannot be written, before any work; leaves no trace. Raises OSError."""
+    if target in (None, "-"):
+        return
+    path = Path(target)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        return  # a pipe or device: opening it has effects
+    there = path.exists()
+    with path.open("a"):
+        pass
+    if not there:
+        path.unlink()
+
+
 def write_json(result: dict, target: str | None) -> None:
-    """JSON to a file or, for "-", to standard output."""
+    """JSON to a file or, for "-", to standard output. Numbers that JSON lacks become text."""
     if target is None:
         return
-    text = json.dumps(result, indent=1, allow_nan=True, default=str)
+    text = json.dumps(_valid(result), indent=1, allow_nan=False, default=str)
     if target == "-":
         print(text)
     else:
         Path(target).write_text(text + "\n")
 
 
+def _valid(value):
+    """The value with NaN and infinities as the report writes them."""
+    if isinstance(value, dict):
+        return {k: _valid(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_valid(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        from equivalence.report import _finite
+
+        return _finite(value)
+    return value
+
+
+def complain(error: object) -> None:
+    """One line on standard error."""
+    console.print(f"k3: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
+
+
+class OneLine(typer.core.TyperGroup):
+    """The command group, whose usage errors are one line and exit code 2 like all others."""
+
+    def main(self, args: Sequence[str] | None = None, *rest, standalone_mode: bool = True, **kwargs):
+        args = list(sys.argv[1:] if args is None else args) or ["--help"]
+        try:
+            code = super().main(args, *rest, standalone_mode=False, **kwargs)
+        except Exception as error:
+            if not standalone_mode or not hasattr(error, "format_message"):
+                raise
+            complain(error.format_message())
+            sys.exit(UNJUDGED)
+        if standalone_mode:
+            sys.exit(code if isinstance(code, int) else EQUAL)
+        return code
+
+
 @contextmanager
-def one_line():
-    """A user's mistake or missing part ends in one line and exit code 2, a defect of ours in a traceback and 2."""
+def one_line(target: str | None = None):
+    """A user's mistake or missing part ends in one line and exit code 2, a defect of ours in a traceback and 2.
+
+    target: where JSON will go; refused at once if it cannot.
+    """
     try:
+        check_target(target)
         yield
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        console.print(f"k3: {error}", style="red", markup=False, soft_wrap=True)
+        complain(error)
         sys.exit(UNJUDGED)
     except (Exception, KeyboardInterrupt):  # a crash is no verdict: Python's own exit code would say "disagreement"
         traceback.print_exc()

@@ -141,7 +141,7 @@ def disassembler() -> dict:
 
 
 def compiler() -> dict:
-    """The C compiler: $CC, else cc, gcc or clang. Nothing of ours needs it; peers that compile at run time do."""
+    """The C compiler: $CC, else cc, gcc or clang. The PTX interpreter needs it, and peers that compile at run time."""
     for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
         if path := shutil.which(name):
             return {"path": path, "version": first_line([path, "--version"])}
@@ -200,10 +200,12 @@ def commands(facts: Mapping) -> dict[str, dict]:
             }
         return {"can": "yes", "why": full}
 
+    interpreter = "twins in the PTX interpreter" if facts["compiler"]["path"] else "no twins, as there is no C compiler"
+    judged = f"the law's roundings, prefill against decode, {interpreter}, order of loads; no twin on a GPU"
     no_order = kernels + ["nvdisasm"] * bool(facts["nvdisasm"]["wrong"])
     tests = sorted(wrong & {"pytest", "pytest-xdist"})
     return {
-        "check": command(base + kernels, True, f"twins against the reference {on}", None),
+        "check": command(base + kernels, True, f"twins against the reference {on}", judged),
         "bisect": command(base + kernels, True, f"layer by layer {on}", None),
         "order": command(base + no_order, False, f"every kernel for {', '.join(SERVED.values())}; needs no GPU", None),
         "generate": command(base + kernels, True, f"reference and twins {on}", "the reference alone, on the CPU"),
@@ -242,7 +244,7 @@ def render(facts: Mapping) -> str:
     if not facts["gpus"]:
         rows.append(("GPU", why_no_gpu(facts)))
     rows.append(("nvdisasm", facts["nvdisasm"]["wrong"] or facts["nvdisasm"]["path"]))
-    rows.append(("C compiler", facts["compiler"]["version"] or "none; only peers that compile at run time need one"))
+    rows.append(("C compiler", facts["compiler"]["version"] or "none; check interprets no twins without one"))
     for name, found in facts["peers"].items():
         rows.append((f"peer {name}", f"{found or 'not installed'}  ({PEERS[name]})"))
     rows.append(("free", f"{facts['memory_gib']} GiB memory, {facts['disk_gib']} GiB disk, {facts['cores']} cores"))

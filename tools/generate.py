@@ -1,5 +1,6 @@
 """`k3 generate`: text from the model, with implementations swapped between tokens."""
 
+import codecs
 import os
 import re
 import sys
@@ -10,8 +11,8 @@ from reference.decoder import Sampling
 from reference.stage import ContractError
 from reference.state import DecodeState
 
+from .common import check_swaps, out, prompts
 from .common import device as named_device
-from .common import out, prompts
 
 PAGE = 16
 
@@ -32,20 +33,21 @@ def run(prompt, prompt_id, tokens, model, device, backend, swaps, sampling, expl
         loaded, DecodeState(config, slots=2, pages=pages, page_size=PAGE, device=where), backend=backend
     )
     for _, selection in schedule:
-        selection.choose((), decoder.known)
+        check_swaps(selection, decoder.known, config)
     chosen = Sampling(*sampling)
-    request, made = decoder.state.open(), []
+    request, made, shown = decoder.state.open(), [], Shown(sys.stdout)
     token = int(decoder.prefill(request, ids, chosen).act["tokens"])
     while True:
         made.append(token)
         if not quiet:
-            sys.stdout.write(bytes(t for t in [token] if t < 256).decode("latin-1"))
-            sys.stdout.flush()
+            shown.add(token)
         if len(made) == tokens or token == config.eos:
             break
         while schedule and schedule[0][0] <= len(made):
             decoder.selection = Selection((*decoder.selection.rules, *schedule.pop(0)[1].rules))
         token = int(decoder.decode([request], [token], [chosen]).act["tokens"])
+    if not quiet:
+        shown.end()
     served = [vars(e) for e in decoder.explain()]
     if explain and not quiet:
         out.print()
@@ -57,6 +59,26 @@ def run(prompt, prompt_id, tokens, model, device, backend, swaps, sampling, expl
     return dict(
         prompt=bytes(t for t in ids if t < 256).decode("utf-8", "replace"), text=text, tokens=made, served=served
     )
+
+
+class Shown:
+    """Byte tokens written as UTF-8 text as soon as a character is complete; what is no UTF-8 becomes U+FFFD."""
+
+    def __init__(self, stream):
+        self.stream, self.decoder = stream, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> None:
+        self._write(self.decoder.decode(bytes([token] if token < 256 else [])))
+
+    def end(self) -> None:
+        """An unfinished character is written, too."""
+        self._write(self.decoder.decode(b"", final=True))
+
+    def _write(self, text: str) -> None:
+        if text:
+            encoding = self.stream.encoding or "utf-8"  # a terminal that cannot show a character gets a question mark
+            self.stream.write(text.encode(encoding, "replace").decode(encoding))
+            self.stream.flush()
 
 
 def _swap(text: str) -> tuple[int, Selection]:
