@@ -2,8 +2,9 @@
 
 For every tensor, in this order: (a) non-finite values stand at the same places as the reference's; (b) the root mean
 square (RMS) error of each row is at most `rms` times the reference's on that row; (c) each element is within half a
-unit in the last place (ULP) of the storage dtype, plus `element` times the reference's RMS error, which is that of its
-row or, on a row where the reference errs at all, of one rounding of this element if that is larger; (d) over a run the
+unit in the last place (ULP) of the storage dtype, plus `element` times the reference's error, which is the RMS error of
+its row or, on a row where the reference errs at all, of one rounding of this element if that is larger; for fp32 it is
+the greatest error of the row; (d) over a run the
 RMS error is at most `pooled` times the reference's. (b), (c) and (d) add a floor. Nothing here waits for the device.
 
 Where the numbers come from.
@@ -14,10 +15,14 @@ bf16: a twin that keeps the production rounding points rounds nearly every eleme
 rounding more makes it sqrt(2). Per row 2 (noise of a short row, and three roundings more are too many); over a run
 the midpoint in power between none and one, sqrt(1.5). Per element 3: rounding errors are uniform, their maximum is
 sqrt(3) times their RMS, and half a ULP comes on top.
+e4m3: one rounding, as in bf16.
 fp32: an elementary operation of the reference is within half a ULP, 0.29 in RMS; ex2.approx and rsqrt.approx are
-within 2: ratio 2 / 0.29 = 7, so 8. Another order of summation has errors of the same law. The errors of a state row
-are one number, the error of u, times the key, and a key may be one channel: an element may carry the error of its
-whole row of 128, so per element 8 sqrt(128) (on an H200, mini shows 30).
+within 2: ratio 2 / 0.29 = 7, so 8, between RMS errors and between the greatest errors. Another order of summation has
+errors of the same law.
+Rows. A row has to be a sample. In a state row of KDA most of the error is one number, the error of u, times the key, and
+a channel has the error of its decay in common; the reference's error of one state row is near zero by luck now and
+then, and no multiple of it bounds a twin. So the contract says how many trailing axes are one row (`Tensor_.sample`):
+for that state the head's 128 x 128.
 """
 
 from dataclasses import dataclass
@@ -29,25 +34,29 @@ FLOOR = 16 * 2.0**-24
 NARROW = 64  # rows with fewer elements are no sample: their errors are pooled over the tensor and its layers
 SAMPLE = 2048  # elements from which (d) is judged: the ratio of two such RMS errors is known to about 2 %
 SLOPE = 0.25  # halfway between errors that grow like the reference's (0) and a bias against a random walk (1/2)
-DIGITS = {torch.bfloat16: 8, torch.float32: 24}  # significant bits
+DIGITS = {torch.bfloat16: 8, torch.float32: 24, torch.float8_e4m3fn: 4}  # significant bits
+NORMAL = {torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126, torch.float8_e4m3fn: 2.0**-6}  # the least one
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Multiples of the reference's RMS error that a twin may show: per row, per element, over a run."""
+    """Multiples of the reference's RMS error that a twin may show: per row, per element, over a run. peak: `element`
+    multiplies the reference's greatest error of the row instead."""
 
     rms: float
     element: float
     pooled: float
+    peak: bool = False
 
 
-BOUNDS = {torch.bfloat16: Bounds(2.0, 3.0, 1.5**0.5), torch.float32: Bounds(8.0, 8.0 * 128**0.5, 8.0)}
+BOUNDS = {torch.bfloat16: Bounds(2.0, 3.0, 1.5**0.5), torch.float32: Bounds(8.0, 8.0, 8.0, peak=True)}
+BOUNDS[torch.float8_e4m3fn] = BOUNDS[torch.bfloat16]
 
 
 def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half the spacing of `dtype` (bf16 or fp32) at the float64 values x, subnormals included."""
+    """Half the spacing of `dtype` (bf16, fp32 or e4m3) at the float64 values x, subnormals included."""
     power = (x.contiguous().view(torch.int64) & 0x7FF0000000000000).view(torch.float64)  # 2^floor(log2 |x|)
-    return power.clamp_min(2.0**-126) * 2.0 ** -DIGITS[dtype]
+    return power.clamp_min(NORMAL[dtype]) * 2.0 ** -DIGITS[dtype]
 
 
 def ulps(a: float, b: float, dtype: torch.dtype) -> float:
@@ -93,13 +102,15 @@ def measure(
         squares = squares.sum(-1, keepdim=True)  # a tensor is one row; the yardstick comes from all layers
         total = count.sum().clamp_min(1)
         yard = (squares[1].sum() / total).sqrt().expand(len(twin), 1)
+        greatest = r_err.abs().amax().expand(len(twin), 1)
         t_rms, x_rms = (squares[0::2] / count.clamp_min(1)[:, None]).sqrt()
     else:
         t_rms, yard, x_rms = (squares / width).sqrt()
+        greatest = r_err.abs().amax(-1)
     floor = FLOOR * x_rms
     row = t_rms / (bounds.rms * yard + floor).clamp_min(1e-100)
     half, yard_ = half_ulp(x, dtype), yard[..., None]
-    own = torch.maximum(yard_, torch.where(yard_ > 0, half / 3**0.5, 0.0))
+    own = greatest[..., None] if bounds.peak else torch.maximum(yard_, torch.where(yard_ > 0, half / 3**0.5, 0.0))
     allowed = half + torch.maximum(bounds.element * own, r_err.abs()) + FLOOR * x.abs() + floor[..., None]
     element = torch.where(odd, torch.inf, t_err.abs() / allowed).flatten(1)
     size = x_rms.clamp_min(1e-100).square()

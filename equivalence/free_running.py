@@ -2,8 +2,10 @@
 
 The fused reference leads: its tokens feed all. `exact` tells how far each has gone; errors feed back through every
 layer, so single tokens prove nothing, and the gates are the error of the run relative to the reference's, and its
-slope. Differences of discrete choices go into ledgers: an expert set or a token may differ where the reference's own
-margin lies inside the error; experts are then forced to the reference's, so that later layers stay comparable.
+slope; they hold for the logits of the head and of the routers. A discrete choice has to be the one that the twin's own
+logits make, ties aside. Where it differs from the reference's, a ledger counts it, and the reference's experts are
+forced, so that later layers stay comparable. (A margin in units of the reference's error at that token proves nothing:
+that error is near zero by luck now and then.)
 """
 
 from collections.abc import Mapping
@@ -76,14 +78,17 @@ class FreeRunning(Scattered):
                     step.stage.apply(tensors, step.attrs, other.num)
                     if step.stage.name == ROUTER:
                         self._route_law(step.layer, tensors, other, chosen)
-            explained = []
+            explained, routers = [], []
             for unit in self.units(made):
                 explained += self._serve(unit, space)
                 if any(s.stage.name == ROUTER for s in unit.steps):
-                    self._route_twin(unit, space, live, chosen)
+                    routers += self._route_twin(unit, space, live, chosen)
             twin, ref, true = (s.act["vocab_logits"] for s in (space, space.ref, space.true))
             self.judge.add(Place("logits", len(made.steps), None, ("head.logits",), "logits"), twin, ref, true, live,
                            FREE)  # fmt: skip
+            if routers:
+                triple = (torch.cat(part, -1) for part in zip(*routers, strict=True))
+                self.judge.add(Place("routers", len(made.steps), None, ("moe.router",), "logits"), *triple, live, FREE)
             self._judge_tokens(len(made.steps) + 1, space, live & (space.index["temperature"] == 0))
             self.judge.flush()
         self._explained[self._last] = explained
@@ -102,31 +107,37 @@ class FreeRunning(Scattered):
 
     def _route_law(self, layer: int, tensors: dict, space: Workspace, chosen: dict) -> None:
         """Keep what the reference chose; make exact choose the same."""
-        scores = torch.sigmoid(tensors["logits"].double()) + tensors["bias"].double()
         if space.num == fused:
-            chosen[layer] = [tensors["ids"].clone(), tensors["weights"].clone(), scores]
+            chosen[layer] = [tensors[name].clone() for name in ("ids", "weights", "logits")]
             return
-        ids, _, ref_scores = chosen[layer]
+        ids = chosen[layer][0]
         tensors["ids"].copy_(ids)
         tensors["weights"].copy_(weigh(tensors["logits"], ids, exact))
-        chosen[layer].append((scores - ref_scores).abs().amax(-1))
+        chosen[layer].append(tensors["logits"].clone())
 
-    def _route_twin(self, unit: Unit, space: Workspace, live: Tensor, chosen: dict) -> None:
-        """Enter the twin's experts into the ledger and force the reference's where the sets differ."""
+    def _route_twin(self, unit: Unit, space: Workspace, live: Tensor, chosen: dict) -> list[tuple[Tensor, ...]]:
+        """Enter the twin's experts into the ledger and force the reference's where the sets differ. Returns the
+        router's logits of twin, reference and exact, if the twin shows them."""
         step = next(s for s in unit.steps if s.stage.name == ROUTER)
         arguments = step.bind if unit.implementation is None else unit.implementation.arguments
-        if "ids" not in span_refs(unit.steps, arguments):
-            return  # a span that keeps its choice to itself
-        ids, weights, scores, off = chosen[step.layer]
+        shown = span_refs(unit.steps, arguments)
+        if "ids" not in shown:
+            return []  # a span that keeps its choice to itself
+        ids, weights, *logits = chosen[step.layer]
         mine, mine_weights = space.resolve(step.bind["ids"]), space.resolve(step.bind["weights"])
-        slack = FREE.pooled * off + FLOOR * scores.abs().amax(-1)
-        differs, illegal = routes(mine, ids, scores, slack)
+        own, bias = (space.resolve(step.bind[name]) for name in ("logits", "bias"))
+        scores = torch.sigmoid((own if "logits" in shown else logits[0]).double()) + bias.double()
+        differs, illegal = routes(mine, ids, scores, FLOOR * scores.abs().amax(-1))
+        if "logits" not in shown:
+            slack = FREE.pooled * (torch.sigmoid(logits[1]) + bias.double() - scores).abs().amax(-1)
+            illegal = routes(mine, ids, scores, slack + FLOOR * scores.abs().amax(-1))[1]
         self.flips[step.layer] += (differs & live).sum()
         self.illegal[step.layer] += (illegal & live).sum()
         place = Place(unit.key, int(step.layer), step.layer, (ROUTER,), "ids")
-        self.judge.forbid(place, illegal & live, lambda row: f"row {row} chose experts outside the error")
+        self.judge.forbid(place, illegal & live, lambda row: f"row {row} chose experts that its logits do not")
         mine_weights.copy_(torch.where(differs[:, None], weights, mine_weights))
         mine.copy_(torch.where(differs[:, None], ids, mine))
+        return [(own.clone(), *logits)] if "logits" in shown else []
 
     def _judge_tokens(self, ordinal: int, space: Workspace, greedy: Tensor) -> None:
         """Greedy tokens may differ where the reference's top two lie closer than the error allows."""
@@ -151,7 +162,7 @@ class FreeRunning(Scattered):
             rows = [s.tensors[name, layer][owned] for s in (self.state, self.ref_state, self.true_state)]
             place = Place(f"{layer:02d}.{name}", i, layer, ("state",), name)
             self.final.add(place, *rows, torch.ones(len(owned), dtype=torch.bool, device=mine.device), FREE)
-            words = {2: torch.int16, 4: torch.int32}[mine.element_size()]
+            words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[mine.element_size()]
             old = self.start.tensors[name, layer]
             changed = mine.flatten(1).view(words).ne(old.flatten(1).view(words)).any(1)
             changed[owned] = False

@@ -68,9 +68,10 @@ def _refuse_capture() -> None:
 class _Values:
     """Running statistics of E tensors of one shape."""
 
-    def __init__(self, places: Sequence[Place], like: Tensor, bounds: Bounds, capacity: int):
+    def __init__(self, places: Sequence[Place], like: Tensor, bounds: Bounds, axes: int, capacity: int):
         _refuse_capture()
         self.places, self.dtype, self.bounds, self.shape = places, like.dtype, bounds, tuple(like.shape)
+        self.axes = axes
         n, device = len(places), like.device
 
         def zeros(*shape, dtype=torch.float64, value=0):
@@ -83,12 +84,14 @@ class _Values:
 
     def update(self, samples: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], clock: Tensor) -> None:
         twin, ref, exact, live = (torch.stack(list(s)) for s in zip(*samples, strict=True))
-        rows = live.view(*live.shape, *[1] * (twin.ndim - 3)).expand(twin.shape[:-1]).flatten(1)
-        flat = [t.reshape(len(t), -1, t.shape[-1]) for t in (twin, ref, exact)]
+        of = twin.shape[: -self.axes]  # the shape of all rows
+        rows = live.view(*live.shape, *[1] * (len(of) - 2)).expand(of).flatten(1)
+        flat = [t.flatten(-self.axes).flatten(1, -2) for t in (twin, ref, exact)]
         seen = measure(*flat, rows, self.bounds, self.dtype)
         worst, at = seen.element.max(-1)
         better = worst > self.element
-        values = torch.stack([t.flatten(1).gather(1, at[:, None])[:, 0].double() for t in flat], -1)
+        each = torch.arange(len(at), device=at.device)
+        values = torch.stack([t.flatten(1)[each, at].double() for t in flat], -1)
         for mine, new in ((self.at, at), (self.token, clock.expand_as(at)), (self.element, worst)):
             mine.copy_(torch.where(better, new, mine))
         self.values.copy_(torch.where(better[:, None], values, self.values))
@@ -178,13 +181,19 @@ class Judge:
         self._values: dict[tuple, _Values] = {}
         self._bits: dict[tuple, _Bits] = {}
         self._tell: dict[Place, object] = {}
-        self._samples: list[tuple[Place, Bounds, tuple]] = []
+        self._samples: list[tuple[Place, Bounds, int, tuple]] = []
         self._masks: list[tuple[Place, Tensor]] = []
 
-    def add(self, place: Place, twin: Tensor, ref: Tensor, exact: Tensor, live: Tensor, bounds: Bounds | None = None):
-        """Compare a tensor [T, ...] by value; live [T] says which tokens count. Tensors are read at `flush`."""
+    def add(
+        self, place: Place, twin: Tensor, ref: Tensor, exact: Tensor, live: Tensor, bounds: Bounds | None = None,
+        axes: int = 1,
+    ) -> None:  # fmt: skip
+        """Compare a tensor [T, ...] by value; live [T] says which tokens count. Tensors are read at `flush`.
+
+        axes: how many trailing axes make a row of `compare`.
+        """
         twin, ref, exact = (t[:, None] if t.ndim == 1 else t for t in (twin, ref, exact.double()))
-        self._samples.append((place, bounds or BOUNDS[twin.dtype], (twin, ref, exact, live)))
+        self._samples.append((place, bounds or BOUNDS[twin.dtype], axes, (twin, ref, exact, live)))
 
     def forbid(self, place: Place, changed: Tensor, tell) -> None:
         """Require a mask [n] to be all False; tell(index) puts a breach into words."""
@@ -194,13 +203,13 @@ class Judge:
     def flush(self) -> None:
         """Account for one walk and move to the next token."""
         groups: dict[tuple, list] = {}
-        for place, bounds, sample in self._samples:
-            twin = sample[0]
-            groups.setdefault((place.stages, place.tensor, twin.shape, twin.dtype, bounds), []).append((place, sample))
+        for place, bounds, axes, sample in self._samples:
+            key = place.stages, place.tensor, sample[0].shape, sample[0].dtype, bounds, axes
+            groups.setdefault(key, []).append((place, sample))
         for i, (key, group) in enumerate(groups.items()):
             places = tuple(p for p, _ in group)
             if (key, places) not in self._values:
-                self._values[key, places] = _Values(places, group[0][1][0], key[-1], self.capacity)
+                self._values[key, places] = _Values(places, group[0][1][0], *key[-2:], self.capacity)
             with self.lanes.lane(i):
                 self._values[key, places].update([s for _, s in group], self.clock)
         masks: dict[tuple, list] = {}

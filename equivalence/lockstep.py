@@ -250,7 +250,8 @@ class Lockstep(Scattered):
         rows = _rows(unit.steps, ref, spec, space)
         flat, flat_old = (t.flatten(0, 1) if spec.paged else t for t in (mine, old))
         new = flat[rows.clamp_min(0)]
-        self.judge.add(place(spec.name), new, ref_values[ref].to(spec.dtype), true_values[ref], rows > 0)
+        values = new, ref_values[ref].to(spec.dtype), true_values[ref]
+        self.judge.add(place(spec.name), *values, rows > 0, axes=spec.sample)
         size = flat.shape[0]
         owned = torch.zeros(size + 1, dtype=torch.bool, device=rows.device)
         owned.index_fill_(0, torch.where(rows > 0, rows, size), True)
@@ -314,7 +315,7 @@ def _kept(t: Tensor, *spaces: ArenaSpace) -> Tensor:
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.flatten(1).view({2: torch.int16, 4: torch.int32}[t.element_size()])
+    return t.flatten(1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 def _name(ref: Ref) -> str:

@@ -3,6 +3,8 @@
 Source: SPEC.md 5. Channels are ordered q | k | v, each C = heads * 128 wide.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -60,7 +62,7 @@ RECURRENCE = Stage(
         weight("A_log", "H", f32),
         weight("dt_bias", "C", f32),
         index("slots", "T"),
-        state("recurrent", "S H V K", f32, rows="slots"),
+        state("recurrent", "S H V K", f32, rows="slots", sample=2),  # one error per v and per k
         output("o", "T H V", f32),
     ),
     constraints=(unique_live("slots"), within("slots", "S")),
@@ -96,6 +98,24 @@ def recurrence(q, k, v, raw_g, b, A_log, dt_bias, slots, recurrent, *, num):
     log_decay, beta = gates(raw_g, b, A_log, dt_bias, num)
     S, _, o = delta_rule(num.up(recurrent[slots.long().clamp_min(0)]), q, k, num.up(v), log_decay, beta)
     return dict(o=num.chain(torch.where((slots > 0)[:, None, None], o, 0)), recurrent=S)
+
+
+RECURRENCE_BF16 = Stage(
+    "kda.recurrence_bf16",
+    "5.8",
+    axes=RECURRENCE.axes,
+    tensors=tuple(replace(t, dtype=bf16) if t.name == "recurrent" else t for t in RECURRENCE.tensors),
+    constraints=RECURRENCE.constraints,
+    flops=RECURRENCE.flops,
+    base=RECURRENCE.name,
+)
+
+
+@RECURRENCE_BF16.law
+def recurrence_bf16(*tensors, num, **named):
+    """The same step; what stays in the slot is rounded, what the output reads is not yet."""
+    made = recurrence(*tensors, num=num, **named)
+    return made | dict(recurrent=num.round(made["recurrent"]))
 
 
 OUT_NORM = Stage(

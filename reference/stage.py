@@ -15,6 +15,7 @@ from torch import Tensor
 from .numerics import Numerics
 
 bf16, f32, i32, i64, u8 = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8
+f8 = torch.float8_e4m3fn
 
 
 class Role(StrEnum):
@@ -39,7 +40,7 @@ class Tensor_:
     `strides` is "dense" (row-major, no gaps) or "rows" (the first axis may have any stride, the rest is dense).
     `rows` names the index tensor that lists which rows of a state the step may touch, `paged` says that those rows
     count through the first two axes together; `mutated` marks a tensor that is read and written; `optional` one that
-    may be None.
+    may be None. `sample` trailing axes are one sample of rounding errors: a comparison judges them as one row.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Tensor_:
     paged: bool = False
     mutated: bool = False
     optional: bool = False
+    sample: int = 1
 
     @property
     def written(self) -> bool:
@@ -70,8 +72,8 @@ index = _spec(Role.INDEX, i32)
 output = _spec(Role.OUTPUT, bf16)
 
 
-def state(name: str, axes: str, dtype: torch.dtype = bf16, *, rows: str, paged: bool = False) -> Tensor_:
-    return Tensor_(name, tuple(axes.split()), dtype, Role.STATE, rows=rows, paged=paged, mutated=True)
+def state(name: str, axes: str, dtype: torch.dtype = bf16, *, rows: str, **kw) -> Tensor_:
+    return Tensor_(name, tuple(axes.split()), dtype, Role.STATE, rows=rows, mutated=True, **kw)
 
 
 def scatter_rows(target: Tensor, rows: Tensor, new: Tensor, *, paged: bool) -> None:
@@ -121,6 +123,7 @@ class Stage:
     """One elementary decode operation.
 
     name: field name, e.g. "kda.recurrence". spec: section of SPEC.md. axes: name -> (meaning, or a constant int).
+    base: the stage whose place this one takes in a model that keeps its state otherwise.
     law(**tensors, **attrs, num=) is pure: it returns a dict of written tensors, each complete (outputs) or, for a
     tensor with `rows`, only the new rows in the order of that index tensor.
     flops(dims, attrs): arithmetic operations of one call; bytes follow from the tensors unless `traffic` is given.
@@ -136,6 +139,7 @@ class Stage:
     traffic: Callable[[Mapping[str, int], Mapping], int] | None = None
     fn: Callable | None = None
     prefill_fn: Callable | None = None
+    base: str = ""
 
     def __post_init__(self):
         if self.name in STAGES:

@@ -70,7 +70,7 @@ def test_nan_shows_at_once():
         values["out"][t["x"][:, 0] == t["x"][:, 0].max(), 0] = torch.nan
 
     result = free(LawTwin("proj.twin", ("kda.in_proj",), fused, spoil), layers=(1, 1))
-    (logits,) = (f for f in result.findings if f.place.tensor == "logits")
+    (logits,) = (f for f in result.findings if f.place.key == "logits")
     assert result.first.first_token == logits.first_token == 0
     assert "non-finite" in logits.reasons[0]
 
