@@ -19,8 +19,8 @@ e4m3: one rounding, as in bf16.
 fp32: an elementary operation of the reference is within half a ULP, 0.29 in RMS; ex2.approx and rsqrt.approx are
 within 2: ratio 2 / 0.29 = 7, so 8, between RMS errors and between the greatest errors. Another order of summation has
 errors of the same law.
-Rows. A row has to be a sample. In a state row of KDA most of the error is one number, the error of u, times the key, and
-a channel has the error of its decay in common; the reference's error of one state row is near zero by luck now and
+Rows. A row has to be a sample. In a state row of KDA most of the error is one number, the error of u, times the key,
+and a channel has the error of its decay in common; the reference's error of one state row is near zero by luck now and
 then, and no multiple of it bounds a twin. So the contract says how many trailing axes are one row (`Tensor_.sample`):
 for that state the head's 128 x 128.
 """
