@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
-import order_kernels
 import pytest
 import torch
 
+from equivalence.mutants import patterns
 from equivalence.order import Unreadable, cubin, ptx, sass
 from equivalence.order import check as order_check
 from equivalence.order.paths import before_wait, route, syncs_before
@@ -192,7 +192,7 @@ def test_damaged_text_is_refused():
         sass.read(".text.other:\n", "k", PARAMETERS)
     with pytest.raises(Unreadable, match=r"SASS line .* is not understood"):
         from_sass("%%%")
-    build = order_kernels.GEMV.compile("sm_90a")
+    build = patterns.GEMV.compile("sm_90a")
     for damaged in (b"", build.cubin[:200], build.cubin[: len(build.cubin) // 2], b"\0" * 4096):
         with pytest.raises(Unreadable):
             cubin.parameters(damaged, build.symbol)
@@ -336,7 +336,7 @@ def test_routes_and_syncs_are_told():
 
 
 def view_case(ptx_body: str, *sass_lines: str, roles="WX") -> Case:
-    role = {"W": order_kernels.W, "X": order_kernels.X}
+    role = {"W": patterns.W, "X": patterns.X}
     args = tuple(SimpleNamespace(name=n, role=role[r]) for n, r in zip("ab", roles, strict=True))
     kernel = SimpleNamespace(name="k", args=args, pdl=True)
     return Case(kernel, "sm_103a", View(from_ptx(ptx_body)), View(from_sass(*sass_lines)))

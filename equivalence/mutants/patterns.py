@@ -1,4 +1,4 @@
-"""Small kernels in the shapes that fast/ has: clean cases of the order checker, and the text its mutants edit.
+"""Small kernels in the shapes that fast/ has or will have: clean cases for the checkers, and text for mutants.
 
 Names: m global, g tile, s shared, r registers. Every kernel obeys THE RULE of fast/kernel.py.
 """
