@@ -4,8 +4,8 @@
     FastDecoder(..., extra=interpreted())  # twins served by the interpreter, in lockstep with the law or alone
 
 Rooms: `parse` reads PTX (with the order checker's reader), `opcodes` describes what one lane computes, `translate`
-makes blocks of operations. Two back ends execute those: `emit_c` and `native` as compiled C, for results; `lanes` and
-`machine` in numpy, where order can be varied and watched.
+makes blocks of operations. Two back ends execute those: `emit_c` and `native` as compiled C, for results; `lanes`,
+`operations`, `copies`, `warpgroup` and `machine` in numpy, where order can be varied and watched.
 
 What is exact: integers, moves, fp32 add, mul and fma (rounded once, also downwards), conversions, packed and mixed
 forms. What a GPU approximates is here the double-precision result, rounded once (`opcodes`); mma adds in double. So a

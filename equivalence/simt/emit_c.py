@@ -6,13 +6,7 @@ from .opcodes import CAST, bits
 MODES = {"idx": 0, "bfly": 1, "up": 2, "down": 3}
 ATOMICS = {op: i for i, op in enumerate(("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"))}
 LEAVES = {"jump", "exit", "bar", "cluster_wait", "warp_sync"}  # operations that decide where lanes go
-CALLS = (
-    "ex2",
-    "lg2",
-    "sin",
-    "cos",
-    "tanh",
-)  # helpers that call the C library, which keeps a loop from being vector code
+CALLS = ("ex2", "lg2", "sin", "cos", "tanh")  # helpers that call the C library: their loops are no vector code
 FUSED = 16  # operations in one loop, at most
 AXES = {"x": 0, "y": 1, "z": 2}
 
@@ -20,6 +14,8 @@ AXES = {"x": 0, "y": 1, "z": 2}
 def source(code: Code) -> str:
     """The C of one kernel; exports int run(Launch *)."""
     fields = "".join(f"    {_register_type(r)} {r.name}[32];\n" for r in code.registers)
+    include = '#include "wgmma.h"'
+    groups = any(op.kind == "wgmma" for block in code.blocks for op in block.ops)
     blocks = []
     for n, block in enumerate(code.blocks):
         body = "\n    ".join([*_body(block), *_fall(block)])
@@ -27,6 +23,7 @@ def source(code: Code) -> str:
     names = ", ".join(f"b{n}" for n in range(len(code.blocks)))
     return (
         '#include "arithmetic.h"\n#include "machine.h"\n'
+        f"{include if groups else ''}\n"
         f"typedef struct {{\n    Warp w;\n{fields}}} Regs;\n{''.join(blocks)}"
         f"static const Block blocks[] = {{{names}}};\n"
         "int run(Launch *L) { return run_grid(L, blocks, sizeof(Regs)); }\n"
@@ -266,6 +263,22 @@ def _mma(op: Op, _) -> list[str]:
             f"whole(&w->w, m, {op.line}); mma({op.more['k']}, {brain}, in, out); }}"]  # fmt: skip
 
 
+def _wgmma(op: Op, _) -> list[str]:
+    scale, b, *a = (a.source for a in op.args)
+    registers = len(a) == 4
+    wide = [
+        f"u64 {name}[32]; LANES {name}[l] = {_raw(what, kind)};"
+        for name, what, kind in (("s", scale, "pred"), ("b", b, "u64"), ("a", b if registers else a[0], "u64"))
+    ]
+    arrays = [_array(x, f"t{i}") for i, x in enumerate(op.args[2:])] if registers else []
+    source = "(const u32 *const[]){t0, t1, t2, t3}" if registers else "0"
+    out, more = ", ".join(map(_pointer, op.out)), op.more
+    form = f"{more['n']}, {int(more['type'] == 'bf16')}, {more['signs'][0] * more['signs'][1]}"
+    form += f", {int(more['trans'][0])}, {int(more['trans'][1])}"
+    return ["{", *wide, *arrays, f"u32 *const out[] = {{{out}}};",
+            f"wgmma(&w->w, m, {form}, s, b, a, {source}, out, {op.line}); }}"]  # fmt: skip
+
+
 def _jump(op: Op, _) -> list[str]:
     return [f"LANES w->w.pc[l] = m[l] ? {op.more['target']} : w->w.pc[l];"]
 
@@ -330,6 +343,11 @@ def _bulk(op: Op, _) -> list[str]:
     return [f"LANES if (m[l]) bulk(&w->w, l, {to}, {source}, {value(op.args[0])}, {bar}, {op.line});"]
 
 
+def _bulk_store(op: Op, _) -> list[str]:
+    to, source = address(op.at), address(op.more["source"])
+    return [f"LANES if (m[l]) bulk_store(&w->w, l, {to}, {source}, {value(op.args[0])}, {op.line});"]
+
+
 def _nothing(op: Op, _) -> list[str]:
     return []
 
@@ -341,5 +359,6 @@ EMIT = {
     "warp_sync": _warp_sync, "cluster_arrive": _cluster_arrive, "cluster_wait": _cluster_wait,
     "mbar_init": _mbar_init, "mbar_arrive": _mbar_arrive, "mbar_wait": _mbar_wait, "cp_async": _cp_async,
     "cp_commit": _nothing, "cp_wait": _nothing, "cp_arrive": _cp_arrive, "bulk": _bulk, "pdl": _nothing,
-    "fence": _nothing,
+    "fence": _nothing, "bulk_store": _bulk_store, "bulk_commit": _nothing, "bulk_wait": _nothing, "wgmma": _wgmma,
+    "wg_fence": _nothing, "wg_commit": _nothing, "wg_wait": _nothing,
 }  # fmt: skip

@@ -5,12 +5,14 @@ from collections import deque
 import numpy as np
 
 from .arena import merged, spans
+from .copies import finish
 from .hoist import free_loads
 from .ir import Address, Code, Const, Op, Read, Reg, Shared
 from .lanes import DTYPES
 from .native import Fault
 from .opcodes import bits
 from .operations import BAR, CLUSTER, EXITED, OPERATIONS, PARKED, PDL, UNSIGNED, WARP
+from .warpgroup import Flight
 
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
@@ -66,7 +68,9 @@ class Grid:
         self.smem = np.full(self.ctas * self.smem_bytes, 0xFF, np.uint8)
         self.open: list = []  # cp.async not yet in a group: (lanes, offsets, data)
         self.groups: dict[int, deque] = {}  # lane -> its groups, oldest first
+        self.stores: dict[int, deque] = {}  # lane -> groups of bulk copies to global memory, the last one open
         self.mbars: dict[int, dict] = {}
+        self.flight = Flight(self)
         self.events, self.failed = 0, np.full(n, -1)  # what happened to mbarriers; when a lane last polled in vain
         machine, pending = self.machine, [b for b in self.machine.grids[: self.index] if not b.finished]
         self.before = machine.arena.mem.copy() if machine.adversarial else None
@@ -81,6 +85,8 @@ class Grid:
         return bool((self.pc >= EXITED).all())
 
     def finish(self) -> None:
+        finish(self)
+        self.flight.finish()
         self.finished = True
         if self.machine.races:
             self.machine.races.end(self)
@@ -219,6 +225,20 @@ class Grid:
             k = int(np.flatnonzero(bad)[0])
             raise self.fault(op.line, int(I[k]), "address outside shared memory", int(a[k]))
         return (self.cta[I] - self.rank[I] + rank) * self.smem_bytes + at
+
+    def bytes_of(self, op: Op, I):
+        """What a store writes: bytes [lanes, n]."""
+        return np.stack([np.ascontiguousarray(self.read(a, I)) for a in op.args], 1).view(np.uint8)
+
+    def whole(self, op: Op, I) -> None:
+        """Fault unless every live lane of these lanes' warps is among them."""
+        inside = np.zeros(self.size, bool)
+        inside[I] = True
+        touched = np.zeros(self.size // 32, bool)
+        touched[I // 32] = True
+        missing = np.flatnonzero(~inside & np.repeat(touched, 32) & (self.pc < EXITED))
+        if len(missing):
+            raise self.fault(op.line, int(missing[0]), "needs a lane of the warp that is not there")
 
     # ---- memory
 

@@ -3,7 +3,7 @@ happens later, only on parameters, ids, constants and other such loads. A fixed 
 
 from .ir import Code, Op, Reg
 
-_LATE = {"atom", "shfl", "vote", "redux", "activemask", "elect", "ldmatrix", "mma", "mbar_wait"}
+_LATE = {"atom", "shfl", "vote", "redux", "activemask", "elect", "ldmatrix", "mma", "wgmma", "mbar_wait"}
 
 
 def _reads(op: Op) -> set[str]:

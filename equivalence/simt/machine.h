@@ -9,7 +9,8 @@
 #define BUDGET 100000  // blocks of a warp before others get their turn
 #define PATIENCE 2000  // rounds without any event before waiting lanes count as deadlocked
 
-enum { OK, BAD_ADDRESS, MISALIGNED, BAD_SHARED, NO_BARRIER, TOO_MANY, NOT_HERE, DEADLOCK, TRAP, NO_MEMORY };
+enum { OK, BAD_ADDRESS, MISALIGNED, BAD_SHARED, NO_BARRIER, TOO_MANY, NOT_HERE, DEADLOCK, TRAP, NO_MEMORY,
+       NO_WARPGROUP, NOT_UNIFORM, DESCRIPTOR };
 
 typedef struct { u64 base, size; } Span;
 typedef struct {
@@ -34,6 +35,8 @@ typedef struct {
     s32 pc[32];
     u32 m[32];  // all ones for lanes that execute the present block
     u32 tid[3][32], bar[32], seen[32];  // seen: the cluster barrier's phase that ends a lane's wait
+    u64 issued;  // a hash of the lines of its wgmma, the last of which is in `last`
+    s32 last;
     u32 index, stuck;  // stuck: lanes that have polled in vain, asleep until the warp's next turn
     Cta *cta;
 } Warp;
@@ -200,6 +203,14 @@ static void bulk(Warp *w, int l, u64 to, u64 from, u32 n, u64 bar, s32 line) {
     mbar_update(w, l, bar, 0, -(s64)n, line);
 }
 
+static void bulk_store(Warp *w, int l, u64 to, u64 from, u32 n, s32 line) {
+    if (n % 16) { fail(w, l, MISALIGNED, line, n); return; }
+    if (!n) return;
+    u8 *p = shared_at(w, l, from, 16, n, 0, line);
+    global_at(w, l, to, 16, line), global_at(w, l, to + n - 16, 16, line);
+    if (!w->cta->launch->fault) memcpy((u8 *)to, p, n);
+}
+
 // ---- warps
 
 static void shfl(Warp *w, const u32 *m, int mode, const u32 *a, const u32 *b, const u32 *c, u32 *out, u32 *valid,
@@ -292,6 +303,15 @@ static int open_cta(Cluster *k, Launch *L, u32 rank, const u32 *base) {
     k->live += threads;
     return 1;
 }
+// The warps of a warpgroup must have issued the same multiplications.
+static void check_warpgroups(Cluster *k) {
+    for (u32 i = 0; i < k->size; i++)
+        for (u32 j = 0; j < n_warps / 4 * 4; j++) {
+            Warp *w = (Warp *)(k->ctas[i].warps + (u64)j * warp_bytes);
+            Warp *first = (Warp *)(k->ctas[i].warps + (u64)(j / 4 * 4) * warp_bytes);
+            if (w->issued != first->issued) fail(w, 0, NO_WARPGROUP, w->last > first->last ? w->last : first->last, j);
+        }
+}
 static void close_cluster(Cluster *k) {
     for (u32 i = 0; i < k->size; i++) free(k->ctas[i].smem), free(k->ctas[i].warps);
     free(k->ctas);
@@ -330,7 +350,7 @@ static int run_grid(Launch *L, const Block *blocks, u32 bytes) {
             for (u32 r = 0; open[i].live && r < open[i].size && !L->fault; r++)
                 for (u32 j = 0; j < n_warps; j++)
                     run_warp((Warp *)(open[i].ctas[r].warps + (u64)j * warp_bytes), blocks);
-        while (first < opened && !open[first].live) close_cluster(open + first++);
+        while (first < opened && !open[first].live) check_warpgroups(open + first), close_cluster(open + first++);
         quiet = events == before ? quiet + 1 : 0;
         if (quiet && opened < total) {
             if (!open_cluster(open + opened, L, opened)) L->fault = NO_MEMORY;

@@ -17,14 +17,15 @@ from .parse import read
 from .translate import translate
 
 HERE = Path(__file__).parent
-HEADERS = ("arithmetic.h", "machine.h")
-GENERATOR = ("emit_c.py", "translate.py", "ir.py", "opcodes.py", "parse.py")
+HEADERS = ("arithmetic.h", "machine.h", "wgmma.h")
+GENERATOR = ("emit_c.py", "translate.py", "translate_async.py", "ir.py", "opcodes.py", "parse.py")
 FLAGS = ("-O2", "-ftree-vectorize", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
 FAULTS = (
     "", "address outside the tensors", "misaligned address", "address outside shared memory",
     "no such barrier, or it was not initialised", "more arrivals than the barrier expects",
     "needs a lane of the warp that is not there", "deadlock: lanes wait for what never comes", "trap",
-    "out of memory",
+    "out of memory", "needs a warpgroup of four whole warps", "lanes of a warp differ in a descriptor or in scale-d",
+    "matrix descriptor with a base offset or unknown bits",
 )  # fmt: skip
 DEADLOCK = 7
 

@@ -1,12 +1,12 @@
 """What each kind of operation does to a Grid, for the lanes I (sorted) that execute it."""
 
-from collections import deque
-
 import numpy as np
 
+from .copies import COPIES
 from .ir import Op
 from .lanes import DTYPES, HELPERS, cvt_f32_bf16, cvt_f32_f16
 from .opcodes import CAST, bits
+from .warpgroup import WARPGROUP
 
 PARKED, EXITED = 1 << 24, 1 << 28
 BAR, CLUSTER, PDL, WARP = range(4)  # what a parked lane waits for
@@ -43,12 +43,8 @@ def _load(g, op: Op, I) -> None:
         g.write(out, op.result, I, np.ascontiguousarray(words[:, i]).view(DTYPES[op.result]))
 
 
-def _bytes(g, op: Op, I):
-    return np.stack([np.ascontiguousarray(g.read(a, I)) for a in op.args], 1).view(np.uint8)
-
-
 def _store(g, op: Op, I) -> None:
-    data = _bytes(g, op, I)
+    data = g.bytes_of(op, I)
     n = data.shape[1]
     if op.more["space"] == "global":
         o = g.global_at(op, I, g.address(op.at, I), n)
@@ -90,152 +86,7 @@ def _atom(g, op: Op, I) -> None:
     g.write(op.out[0], op.result, I, old)
 
 
-# ---- asynchronous copies: bytes are read when issued and land when somebody waits for them
-
-
-def _cp_async(g, op: Op, I) -> None:
-    n = op.more["bytes"]
-    to = g.shared_at(op, I, g.address(op.at, I), n, n)
-    size = np.minimum(g.read(op.args[0], I), n)
-    data = np.zeros((len(I), n), np.uint8)
-    some = np.flatnonzero(size > 0)
-    if len(some):
-        o = g.global_at(op, I[some], g.address(op.more["source"], I)[some], n)
-        data[some] = g.load_global(op, I[some], o, n)
-        if g.machine.races:
-            g.machine.races.load(g, op, I[some], o, n)
-    data[np.arange(n) >= size[:, None]] = 0
-    if g.machine.races:
-        g.machine.races.shared(g, op, I, to, n, True, pending=True)
-    g.open.append((I, to, data))
-
-
-def _taken(g, I) -> list:
-    """The open copies of these lanes; those of others stay open."""
-    mine, rest = [], []
-    inside = np.zeros(g.size, bool)
-    inside[I] = True
-    for lanes, to, data in g.open:
-        for mask, into in ((inside[lanes], mine), (~inside[lanes], rest)):
-            if mask.any():
-                into.append((lanes[mask], to[mask], data[mask]))
-    g.open = rest
-    return mine
-
-
-def _land(g, copies: list) -> None:
-    for lanes, to, data in copies:
-        g.smem[to[:, None] + np.arange(data.shape[1])] = data
-        if g.machine.races:
-            g.machine.races.landed(g, lanes, to, data.shape[1])
-
-
-def _cp_commit(g, op: Op, I) -> None:
-    copies = _taken(g, I)
-    for lane in I.tolist():
-        own = [(ls[m], to[m], d[m]) for ls, to, d in copies if (m := ls == lane).any()]
-        g.groups.setdefault(lane, deque()).append(own)
-
-
-def _cp_wait(g, op: Op, I) -> None:
-    if op.more["all"]:
-        _cp_commit(g, op, I)
-    for lane in I.tolist():
-        groups = g.groups.get(lane, deque())
-        while len(groups) > op.more["keep"]:
-            _land(g, groups.popleft())
-
-
-def _cp_arrive(g, op: Op, I) -> None:
-    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
-    copies = _taken(g, I)
-    for lane, offset in zip(I.tolist(), offsets.tolist(), strict=True):
-        own = [(ls[m], to[m], d[m]) for ls, to, d in copies if (m := ls == lane).any()]
-        bar = g.mbar(op, lane, offset)
-        g.late(bar, op, lane, own, 1, 0)
-        if g.machine.races:
-            g.machine.races.publish(g, bar, lane)
-
-
-def _bulk(g, op: Op, I) -> None:
-    size = g.read(op.args[0], I).astype(np.int64)
-    to = g.shared_at(op, I, g.address(op.at, I), 16, size, anywhere=True)
-    bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
-    source = g.address(op.more["source"], I)
-    g.aligned(op, I, size, 16)
-    for k, lane in enumerate(I.tolist()):
-        n, one = int(size[k]), I[k : k + 1]
-        bar, copies = g.mbar(op, lane, int(bars[k])), []
-        if n:
-            o = g.global_at(op, one, source[k : k + 1], 16)
-            g.global_at(op, one, source[k : k + 1] + np.uint64(n - 16), 16)
-            copies = [(one, to[k : k + 1], g.load_global(op, one, o, n))]
-            if g.machine.races:
-                g.machine.races.load(g, op, one, o, n)
-                g.machine.races.shared(g, op, one, to[k : k + 1], n, True, pending=True)
-                g.machine.races.publish(g, bar, lane)
-        g.late(bar, op, lane, copies, 0, -n)
-
-
-def _st_async(g, op: Op, I) -> None:
-    data = _bytes(g, op, I)
-    n = data.shape[1]
-    to = g.shared_at(op, I, g.address(op.at, I), n, n, anywhere=True)
-    bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
-    if g.machine.races:
-        g.machine.races.shared(g, op, I, to, n, True, pending=True)
-    for k, lane in enumerate(I.tolist()):
-        bar = g.mbar(op, lane, int(bars[k]))
-        g.late(bar, op, lane, [(I[k : k + 1], to[k : k + 1], data[k : k + 1])], 0, -n)
-        if g.machine.races:
-            g.machine.races.publish(g, bar, lane)
-
-
-def _mbar_init(g, op: Op, I) -> None:
-    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
-    for offset, n in zip(offsets.tolist(), g.read(op.args[0], I).tolist(), strict=True):
-        g.mbars[offset] = dict(expected=n, left=n, tx=0, phase=0, late=[], clock=None)
-
-
-def _mbar_arrive(g, op: Op, I) -> None:
-    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8, anywhere=True)
-    counts, tx = (g.read(a, I).tolist() for a in op.args)
-    for lane, offset, n, t in zip(I.tolist(), offsets.tolist(), counts, tx, strict=True):
-        bar = g.mbar(op, lane, offset)
-        if g.machine.races:
-            g.machine.races.publish(g, bar, lane)
-        if t:
-            bar["tx"] += t
-        g.arrive(op, lane, bar, n, 0)
-
-
-def _mbar_wait(g, op: Op, I) -> None:
-    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
-    parity, passed = g.read(op.args[0], I) & 1, np.zeros(len(I), bool)
-    for k, (lane, offset) in enumerate(zip(I.tolist(), offsets.tolist(), strict=True)):
-        bar = g.mbar(op, lane, offset)
-        while bar["phase"] == parity[k] and bar["late"]:
-            own, issuer, copies, n, tx = bar["late"].pop(0)
-            _land(g, copies)
-            g.arrive(own, issuer, bar, n, tx)
-        passed[k] = bar["phase"] != parity[k]
-        if passed[k] and g.machine.races:
-            g.machine.races.observe(g, bar, lane)
-    g.failed[I[~passed]] = g.events
-    g.write(op.out[0], "pred", I, passed)
-
-
 # ---- warps
-
-
-def _whole(g, op: Op, I) -> None:
-    inside = np.zeros(g.size, bool)
-    inside[I] = True
-    touched = np.zeros(g.size // 32, bool)
-    touched[I // 32] = True
-    missing = np.flatnonzero(~inside & np.repeat(touched, 32) & (g.pc < EXITED))
-    if len(missing):
-        raise g.fault(op.line, int(missing[0]), "needs a lane of the warp that is not there")
 
 
 def _shfl(g, op: Op, I) -> None:
@@ -290,7 +141,7 @@ def _elect(g, op: Op, I) -> None:
 
 
 def _ldmatrix(g, op: Op, I) -> None:
-    _whole(g, op, I)
+    g.whole(op, I)
     n = len(op.out)
     rows = I.reshape(-1, 32)[:, : 8 * n]
     a = g.address(op.at, I).reshape(-1, 32)[:, : 8 * n].ravel()
@@ -306,7 +157,7 @@ def _ldmatrix(g, op: Op, I) -> None:
 
 
 def _mma(g, op: Op, I) -> None:
-    _whole(g, op, I)
+    g.whole(op, I)
     k, up = op.more["k"], cvt_f32_bf16 if op.more["type"] == "bf16" else cvt_f32_f16
     values = [np.ascontiguousarray(g.read(a, I)).reshape(-1, 32) for a in op.args]
     a, b, c = values[: k // 4], values[k // 4 : k // 4 + k // 8], values[-4:]
@@ -377,10 +228,8 @@ def _fence(g, op: Op, I) -> None:
 
 
 OPERATIONS = {
-    "pure": _pure, "load": _load, "store": _store, "st_async": _st_async, "atom": _atom, "shfl": _shfl, "vote": _vote,
-    "redux": _redux, "activemask": _activemask, "elect": _elect, "ldmatrix": _ldmatrix, "mma": _mma, "jump": _jump,
-    "exit": _exit, "trap": _trap, "bar": _bar,
-    "warp_sync": _warp_sync, "cluster_arrive": _cluster_arrive, "cluster_wait": _cluster_wait,
-    "mbar_init": _mbar_init, "mbar_arrive": _mbar_arrive, "mbar_wait": _mbar_wait, "cp_async": _cp_async,
-    "cp_commit": _cp_commit, "cp_wait": _cp_wait, "cp_arrive": _cp_arrive, "bulk": _bulk, "pdl": _pdl, "fence": _fence,
+    "pure": _pure, "load": _load, "store": _store, "atom": _atom, "shfl": _shfl, "vote": _vote, "redux": _redux,
+    "activemask": _activemask, "elect": _elect, "ldmatrix": _ldmatrix, "mma": _mma, "jump": _jump, "exit": _exit,
+    "trap": _trap, "bar": _bar, "warp_sync": _warp_sync, "cluster_arrive": _cluster_arrive,
+    "cluster_wait": _cluster_wait, "pdl": _pdl, "fence": _fence, **COPIES, **WARPGROUP,
 }  # fmt: skip

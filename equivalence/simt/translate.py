@@ -9,6 +9,7 @@ import re
 from .ir import Address, Block, Code, Const, Op, Read, Reg, Shared, Source, Special
 from .opcodes import PURE, bits
 from .parse import Listing, Statement, Unsupported
+from .translate_async import SCOPES, Asynchronous
 
 SPECIALS = {
     **{f"%{n}.{axis}": f"{n}_{axis}" for n in ("tid", "ctaid", "ntid", "nctaid", "cluster_ctaid", "cluster_nctaid")
@@ -16,15 +17,12 @@ SPECIALS = {
     "%laneid": "laneid", "%warpid": "warpid", "%cluster_ctarank": "cluster_ctarank",
     "%cluster_nctarank": "cluster_nctarank",
 }  # fmt: skip
-SCOPES = ("cta", "cluster", "gpu", "sys")
 ORDERS = ("relaxed", "acquire", "release", "acq_rel", "volatile")
 LOAD_HINTS = {"L1::no_allocate", "L1::evict_last", "L1::evict_first", "L2::128B", "L2::256B", "L2::64B", "nc", "ca",
               "cg", "cs", "lu", "cv", "wb", "wt"}  # fmt: skip
 ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
-NOTHING = {"prefetch", "prefetchu", "applypriority", "discard", "nanosleep", "pmevent"}
-
-
-ENDS = {"jump", "exit", "bar", "warp_sync", "cluster_wait", "mbar_wait", "cp_wait", "pdl"}
+NOTHING = {"prefetch", "prefetchu", "applypriority", "discard", "nanosleep", "pmevent", "setmaxnreg"}
+ENDS = {"jump", "exit", "bar", "warp_sync", "cluster_wait", "mbar_wait", "cp_wait", "bulk_wait", "wg_wait", "pdl"}
 
 
 def translate(listing: Listing) -> Code:
@@ -47,7 +45,7 @@ def translate(listing: Listing) -> Code:
     return Code(listing, tuple(work.registers.values()), tuple(blocks))
 
 
-class _Translator:
+class _Translator(Asynchronous):
     def __init__(self, listing: Listing):
         self.listing = listing
         widths = {n: 1 if t == "pred" else int(t[1:]) for n, t in listing.registers.items()}
@@ -291,7 +289,7 @@ class _Translator:
         return self.make(s, "mma", out=tuple(self.reg(s, t) for t in d), result="f32", args=args,
                          more={"k": int(m[1]), "type": m[2]})  # fmt: skip
 
-    # ---- order and asynchronous work
+    # ---- control
 
     def op_bra(self, s: Statement) -> Op:
         return self.make(s, "jump", more={"target": s.target})
@@ -320,66 +318,3 @@ class _Translator:
         return self.make(s, "bar", args=(name, count))
 
     op_barrier = op_bar
-
-    def op_mapa(self, s: Statement) -> Op:
-        if s.op != "mapa.shared::cluster.u32":
-            raise s.unsupported()
-        args = self.read(s, s.operands[1], "u32"), self.read(s, s.operands[2], "u32")
-        return self.make(s, "pure", out=(self.reg(s, s.operands[0]),), result="u32", args=args, more={"helper": "mapa"})
-
-    def op_mbarrier(self, s: Statement) -> Op:
-        op = s.op.replace(".shared::cta", ".shared").replace(".release.cta", "").replace(".acquire.cta", "")
-        address = next((t for t in s.operands if t.startswith("[")), None)
-        at = address and self.address(s, address)
-        if op == "mbarrier.init.shared.b64":
-            return self.make(s, "mbar_init", at=at, args=(self.read(s, s.operands[1], "u32"),))
-        if op == "mbarrier.inval.shared.b64":
-            return self.make(s, "mbar_init", at=at, args=(Read(Const(0), "u32"),))
-        if m := re.fullmatch(r"mbarrier\.(arrive|arrive\.expect_tx|expect_tx)(?:\.noComplete)?\.shared\.b64", op):
-            after = s.operands[s.operands.index(address) + 1 :]
-            amount = self.read(s, after[0], "u32") if after else Read(Const(1), "u32")
-            one, none = Read(Const(1), "u32"), Read(Const(0), "u32")
-            arrivals, tx = {"arrive": (amount, none), "arrive.expect_tx": (one, amount), "expect_tx": (none, amount)}[
-                m[1]
-            ]
-            return self.make(s, "mbar_arrive", at=at, args=(arrivals, tx))
-        if op in ("mbarrier.try_wait.parity.shared.b64", "mbarrier.test_wait.parity.shared.b64"):
-            out = (self.reg(s, s.operands[0]),)
-            return self.make(s, "mbar_wait", out=out, result="pred", at=at, args=(self.read(s, s.operands[2], "u32"),))
-        raise s.unsupported()
-
-    def op_cp(self, s: Statement) -> Op:
-        op = re.sub(r"\.L2::(cache_hint|\d+B)", "", s.op).replace("shared::cta", "shared")
-        if m := re.fullmatch(r"cp\.async\.(ca|cg)\.shared\.global", op):
-            if len(s.operands) > 4:
-                raise s.unsupported("a cache policy operand")
-            size = int(s.operands[2], 0)
-            read = self.read(s, s.operands[3], "u32") if len(s.operands) > 3 else Read(Const(size), "u32")
-            return self.make(s, "cp_async", at=self.address(s, s.operands[0]), args=(read,),
-                             more={"source": self.address(s, s.operands[1]), "bytes": size})  # fmt: skip
-        if op in ("cp.async.commit_group", "cp.async.wait_all"):
-            kind = "cp_commit" if "commit_group" in op else "cp_wait"
-            return self.make(s, kind, more={"keep": 0, "all": True})
-        if op == "cp.async.wait_group":
-            return self.make(s, "cp_wait", more={"keep": int(s.operands[0], 0), "all": False})
-        if m := re.fullmatch(r"cp\.async\.mbarrier\.arrive(\.noinc)?\.shared\.b64", op):
-            if not m[1]:
-                raise s.unsupported("only the .noinc form is executed")
-            return self.make(s, "cp_arrive", at=self.address(s, s.operands[0]))
-        if re.fullmatch(r"cp\.async\.bulk\.shared(::cluster)?\.global\.mbarrier::complete_tx::bytes", op):
-            more = {"source": self.address(s, s.operands[1]), "bar": self.address(s, s.operands[3])}
-            return self.make(s, "bulk", at=self.address(s, s.operands[0]),
-                             args=(self.read(s, s.operands[2], "u32"),), more=more)  # fmt: skip
-        if s.op.startswith("cp.async.bulk.prefetch.L2"):
-            return []
-        raise s.unsupported()
-
-    def op_griddepcontrol(self, s: Statement) -> Op:
-        return self.make(s, "pdl", more={"wait": s.parts[1] == "wait"})
-
-    def op_fence(self, s: Statement) -> Op:
-        scope = next((p for p in s.parts if p in SCOPES), "gpu")
-        kind = "proxy" if "proxy" in s.parts else "mbarrier_init" if "mbarrier_init" in s.parts else "memory"
-        return self.make(s, "fence", more={"scope": scope, "what": kind})
-
-    op_membar = op_fence

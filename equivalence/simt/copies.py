@@ -1,0 +1,199 @@
+"""Asynchronous copies and the barriers in shared memory that count them, over the lanes I (sorted) of a Grid.
+
+Copies into shared memory read their bytes when issued; those land when somebody waits for them. Bulk copies out of
+shared memory read it as late as the wait for reading, and their bytes land at the full wait, or at the grid's end.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from .ir import Op
+
+
+def _cp_async(g, op: Op, I) -> None:
+    n = op.more["bytes"]
+    to = g.shared_at(op, I, g.address(op.at, I), n, n)
+    size = np.minimum(g.read(op.args[0], I), n)
+    data = np.zeros((len(I), n), np.uint8)
+    some = np.flatnonzero(size > 0)
+    if len(some):
+        o = g.global_at(op, I[some], g.address(op.more["source"], I)[some], n)
+        data[some] = g.load_global(op, I[some], o, n)
+        if g.machine.races:
+            g.machine.races.load(g, op, I[some], o, n)
+    data[np.arange(n) >= size[:, None]] = 0
+    if g.machine.races:
+        g.machine.races.shared(g, op, I, to, n, True, pending=True)
+    g.open.append((I, to, data))
+
+
+def _taken(g, I) -> list:
+    """The open copies of these lanes; those of others stay open."""
+    mine, rest = [], []
+    inside = np.zeros(g.size, bool)
+    inside[I] = True
+    for lanes, to, data in g.open:
+        for mask, into in ((inside[lanes], mine), (~inside[lanes], rest)):
+            if mask.any():
+                into.append((lanes[mask], to[mask], data[mask]))
+    g.open = rest
+    return mine
+
+
+def _land(g, copies: list) -> None:
+    for lanes, to, data in copies:
+        g.smem[to[:, None] + np.arange(data.shape[1])] = data
+        if g.machine.races:
+            g.machine.races.landed(g, lanes, to, data.shape[1])
+
+
+def _cp_commit(g, op: Op, I) -> None:
+    copies = _taken(g, I)
+    for lane in I.tolist():
+        own = [(ls[m], to[m], d[m]) for ls, to, d in copies if (m := ls == lane).any()]
+        g.groups.setdefault(lane, deque()).append(own)
+
+
+def _cp_wait(g, op: Op, I) -> None:
+    if op.more["all"]:
+        _cp_commit(g, op, I)
+    for lane in I.tolist():
+        groups = g.groups.get(lane, deque())
+        while len(groups) > op.more["keep"]:
+            _land(g, groups.popleft())
+
+
+def _cp_arrive(g, op: Op, I) -> None:
+    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
+    copies = _taken(g, I)
+    for lane, offset in zip(I.tolist(), offsets.tolist(), strict=True):
+        own = [(ls[m], to[m], d[m]) for ls, to, d in copies if (m := ls == lane).any()]
+        bar = g.mbar(op, lane, offset)
+        g.late(bar, op, lane, own, 1, 0)
+        if g.machine.races:
+            g.machine.races.publish(g, bar, lane)
+
+
+def _bulk(g, op: Op, I) -> None:
+    size = g.read(op.args[0], I).astype(np.int64)
+    to = g.shared_at(op, I, g.address(op.at, I), 16, size, anywhere=True)
+    bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
+    source = g.address(op.more["source"], I)
+    g.aligned(op, I, size, 16)
+    for k, lane in enumerate(I.tolist()):
+        n, one = int(size[k]), I[k : k + 1]
+        bar, copies = g.mbar(op, lane, int(bars[k])), []
+        if n:
+            o = g.global_at(op, one, source[k : k + 1], 16)
+            g.global_at(op, one, source[k : k + 1] + np.uint64(n - 16), 16)
+            copies = [(one, to[k : k + 1], g.load_global(op, one, o, n))]
+            if g.machine.races:
+                g.machine.races.load(g, op, one, o, n)
+                g.machine.races.shared(g, op, one, to[k : k + 1], n, True, pending=True)
+                g.machine.races.publish(g, bar, lane)
+        g.late(bar, op, lane, copies, 0, -n)
+
+
+def _bulk_store(g, op: Op, I) -> None:
+    size = g.read(op.args[0], I).astype(np.int64)
+    source = g.shared_at(op, I, g.address(op.more["source"], I), 16, size)
+    to = g.address(op.at, I)
+    g.aligned(op, I, size, 16)
+    for k, lane in enumerate(I.tolist()):
+        one, n = I[k : k + 1], int(size[k])
+        if n:
+            o = g.global_at(op, one, to[k : k + 1], 16)
+            g.global_at(op, one, to[k : k + 1] + np.uint64(n - 16), 16)
+            g.stores.setdefault(lane, deque([[]]))[-1].append(_Out(op, one, source[k : k + 1], o, n))
+
+
+class _Out:
+    """One bulk copy to global memory. data: None until shared memory has been read."""
+
+    def __init__(self, op: Op, lane, source, to, n: int):
+        self.op, self.lane, self.source, self.to, self.n, self.data = op, lane, source, to, n, None
+
+    def read(self, g) -> None:
+        if self.data is None:
+            self.data = g.smem[self.source[:, None] + np.arange(self.n)]
+
+    def land(self, g) -> None:
+        self.read(g)
+        g.store_global(self.lane, self.to, self.data)
+
+
+def _bulk_commit(g, op: Op, I) -> None:
+    for lane in I.tolist():
+        g.stores.setdefault(lane, deque([[]])).append([])
+
+
+def _bulk_wait(g, op: Op, I) -> None:
+    for lane in I.tolist():
+        groups = g.stores.get(lane, deque([[]]))  # the last one is still open
+        done = len(groups) - 1 - op.more["keep"]
+        for copy in [c for group in list(groups)[: max(done, 0)] for c in group]:
+            copy.read(g) if op.more["read"] else copy.land(g)
+        for _ in range(0 if op.more["read"] else done):
+            groups.popleft()
+
+
+def finish(g) -> None:
+    """Bulk copies that nobody waited for, at the end of the grid."""
+    for copy in [c for groups in g.stores.values() for group in groups for c in group]:
+        copy.land(g)
+
+
+def _st_async(g, op: Op, I) -> None:
+    data = g.bytes_of(op, I)
+    n = data.shape[1]
+    to = g.shared_at(op, I, g.address(op.at, I), n, n, anywhere=True)
+    bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
+    if g.machine.races:
+        g.machine.races.shared(g, op, I, to, n, True, pending=True)
+    for k, lane in enumerate(I.tolist()):
+        bar = g.mbar(op, lane, int(bars[k]))
+        g.late(bar, op, lane, [(I[k : k + 1], to[k : k + 1], data[k : k + 1])], 0, -n)
+        if g.machine.races:
+            g.machine.races.publish(g, bar, lane)
+
+
+def _mbar_init(g, op: Op, I) -> None:
+    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
+    for offset, n in zip(offsets.tolist(), g.read(op.args[0], I).tolist(), strict=True):
+        g.mbars[offset] = dict(expected=n, left=n, tx=0, phase=0, late=[], clock=None)
+
+
+def _mbar_arrive(g, op: Op, I) -> None:
+    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8, anywhere=True)
+    counts, tx = (g.read(a, I).tolist() for a in op.args)
+    for lane, offset, n, t in zip(I.tolist(), offsets.tolist(), counts, tx, strict=True):
+        bar = g.mbar(op, lane, offset)
+        if g.machine.races:
+            g.machine.races.publish(g, bar, lane)
+        if t:
+            bar["tx"] += t
+        g.arrive(op, lane, bar, n, 0)
+
+
+def _mbar_wait(g, op: Op, I) -> None:
+    offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
+    parity, passed = g.read(op.args[0], I) & 1, np.zeros(len(I), bool)
+    for k, (lane, offset) in enumerate(zip(I.tolist(), offsets.tolist(), strict=True)):
+        bar = g.mbar(op, lane, offset)
+        while bar["phase"] == parity[k] and bar["late"]:
+            own, issuer, copies, n, tx = bar["late"].pop(0)
+            _land(g, copies)
+            g.arrive(own, issuer, bar, n, tx)
+        passed[k] = bar["phase"] != parity[k]
+        if passed[k] and g.machine.races:
+            g.machine.races.observe(g, bar, lane)
+    g.failed[I[~passed]] = g.events
+    g.write(op.out[0], "pred", I, passed)
+
+
+COPIES = {
+    "st_async": _st_async, "mbar_init": _mbar_init, "mbar_arrive": _mbar_arrive, "mbar_wait": _mbar_wait,
+    "cp_async": _cp_async, "cp_commit": _cp_commit, "cp_wait": _cp_wait, "cp_arrive": _cp_arrive, "bulk": _bulk,
+    "bulk_store": _bulk_store, "bulk_commit": _bulk_commit, "bulk_wait": _bulk_wait,
+}  # fmt: skip
