@@ -24,7 +24,7 @@ from reference.config import k3
 from reference.plan import plan
 from reference.stage import ContractError, twin
 
-from .device import WARP, load, load_weight, rsqrt, span, store, warp_sum
+from .device import WARP, any_rows, load, load_weight, rsqrt, span, store, warp_sum
 from .kernel import ARCHS, Arg, Kernel
 
 LOG2E = 1.4426950408889634
@@ -279,8 +279,10 @@ def mix_kernel(
 
 
 def _launch(prefix, blocks, w_norm, w_proj, delta, w_out, out, nb, write, cfg, stream):
+    tokens, (prefix, blocks, out) = prefix.shape[0], map(any_rows, (prefix, blocks, out))
+    delta = None if delta is None else any_rows(delta)
     mix_kernel(prefix, blocks, w_norm, w_proj, delta, w_out, out, nb, write, cfg).launch(
-        grid=[cfg.cluster, prefix.shape[0], 1],
+        grid=[cfg.cluster, tokens, 1],
         block=[cfg.threads, 1, 1],
         cluster=[cfg.cluster, 1, 1] if cfg.cluster > 1 else None,
         stream=stream,
@@ -355,9 +357,10 @@ def make_kernel(tensors: dict[str, Tensor], nb: int, write: int, cfg: Config) ->
         )
     add, norm = "delta" in tensors, "w_out" in tensors
     args = tuple(
-        Arg(name, PRE.by_name[name].role, t.dtype, tuple(t.shape), _strides(name, t, cfg.vec), align=2 * cfg.vec)
+        Arg(name, PRE.by_name[name].role, t.dtype, tuple(t.shape), _strides(name, t, cfg.vec), 2 * cfg.vec,
+            "T" if t.ndim > 1 else None)
         for name, t in tensors.items()
-    )
+    )  # fmt: skip
     flags = "-add" * add + "-norm" * norm + f"-w{write}" * (write >= 0)
     return Kernel(
         f"attn_res-t{T}-d{D}-b{B}-nb{nb}{flags}-c{cfg.cluster}x{cfg.threads}x{cfg.vec}",
@@ -368,6 +371,7 @@ def make_kernel(tensors: dict[str, Tensor], nb: int, write: int, cfg: Config) ->
         block=(cfg.threads, 1, 1),
         smem=cfg.shared_bytes((nb > 0) + norm),
         cluster=(cfg.cluster, 1, 1) if cfg.cluster > 1 else None,
+        token_axis=1,
     )
 
 

@@ -19,6 +19,12 @@ def span(tensor: cute.Tensor, offset, n: int) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator + step, cute.make_layout(n))
 
 
+def any_rows(tensor: cute.Tensor, most: int = 64) -> cute.Tensor:
+    """In host code: a tensor of up to `most` rows in a static layout, so that the kernel gets a bare pointer."""
+    layout = cute.make_layout((most, *tensor.shape[1:]), stride=tensor.stride)
+    return cute.make_tensor(tensor.iterator, layout)
+
+
 def load(src: cute.Tensor) -> cute.Tensor:
     """A span of 2, 4, 8 or 16 bytes to registers, in one plain instruction."""
     return _load(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), src.element_type, num_bits_per_copy=_bits(src)), src)

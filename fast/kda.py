@@ -21,7 +21,7 @@ from reference import kda as law
 from reference.config import deep, k3, k3_rank, mini
 from reference.stage import Role, twin
 
-from .device import WARP, load, load_weight, rsqrt, sigmoid, silu, span, store, warp_sum
+from .device import WARP, any_rows, load, load_weight, rsqrt, sigmoid, silu, span, store, warp_sum
 from .kernel import ARCHS, Arg, Kernel
 
 DIM = k3.kda_dim  # K = V
@@ -219,8 +219,10 @@ def kda_entry(
     mBias: cute.Tensor, mSlots: cute.Tensor, mState: cute.Tensor, mGate: cute.Tensor, mNormW: cute.Tensor,
     mOut: cute.Tensor, cfg: cutlass.Constexpr, stream: cuda.CUstream,
 ):  # fmt: skip
+    tokens, (mX, mConv, mRawG, mB) = mX.shape[0], map(any_rows, (mX, mConv, mRawG, mB))
+    mSlots, mState, mGate, mOut = map(any_rows, (mSlots, mState, mGate, mOut))
     kda_kernel(mX, mConv, mConvW, mRawG, mB, mA, mBias, mSlots, mState, mGate, mNormW, mOut, cfg).launch(
-        grid=[mA.shape[0], mX.shape[0], 1], block=[cfg.warps * WARP, 1, 1], stream=stream, use_pdl=True
+        grid=[mA.shape[0], tokens, 1], block=[cfg.warps * WARP, 1, 1], stream=stream, use_pdl=True
     )
 
 
@@ -239,21 +241,21 @@ def kda_decode(x, conv, conv_weight, raw_g, b, A_log, dt_bias, slots, recurrent,
             )
     bf16, f32 = torch.bfloat16, torch.float32
     args = (
-        Arg("x", Role.ACTIVATION, bf16, (T, 3 * C), (x.stride(0), 1), align=8),
-        Arg("conv", Role.STATE, bf16, (S, TAPS - 1, 3 * C)),
+        Arg("x", Role.ACTIVATION, bf16, (T, 3 * C), (x.stride(0), 1), align=8, rows="T"),
+        Arg("conv", Role.STATE, bf16, (S, TAPS - 1, 3 * C), rows="S"),
         Arg("conv_weight", Role.WEIGHT, f32, (TAPS, 3 * C)),
-        Arg("raw_g", Role.ACTIVATION, bf16, (T, C)),
-        Arg("b", Role.ACTIVATION, bf16, (T, H), (b.stride(0), 1), align=2),
+        Arg("raw_g", Role.ACTIVATION, bf16, (T, C), rows="T"),
+        Arg("b", Role.ACTIVATION, bf16, (T, H), (b.stride(0), 1), align=2, rows="T"),
         Arg("A_log", Role.WEIGHT, f32, (H,), align=4),
         Arg("dt_bias", Role.WEIGHT, f32, (C,)),
-        Arg("slots", Role.INDEX, torch.int32, (T,), align=4),
-        Arg("recurrent", Role.STATE, f32, (S, H, DIM, DIM)),
-        Arg("gate", Role.ACTIVATION, bf16, (T, C), (gate.stride(0), 1), align=8),
+        Arg("slots", Role.INDEX, torch.int32, (T,), align=4, rows="T"),
+        Arg("recurrent", Role.STATE, f32, (S, H, DIM, DIM), rows="S"),
+        Arg("gate", Role.ACTIVATION, bf16, (T, C), (gate.stride(0), 1), align=8, rows="T"),
         Arg("w_o_norm", Role.WEIGHT, f32, (DIM,)),
-        Arg("out", Role.OUTPUT, bf16, (T, C)),
+        Arg("out", Role.OUTPUT, bf16, (T, C), rows="T"),
     )
     block, smem = (cfg.warps * WARP, 1, 1), 5 * DIM * 4
-    return (Kernel(f"kda_decode-t{T}-h{H}", kda_entry, args, (cfg,), grid=(H, T, 1), block=block, smem=smem),)
+    return (Kernel(f"kda_decode-t{T}-h{H}", kda_entry, args, (cfg,), (H, T, 1), block, smem, token_axis=1),)
 
 
 def kda_cases(tokens=(1, 2, 3, 4, 8, 16, 32, 64), slots: int = 65) -> dict[str, dict[str, torch.Tensor]]:

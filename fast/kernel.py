@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
@@ -36,7 +36,10 @@ PDL_ATTRIBUTE, CLUSTER_ATTRIBUTE = 6, 4  # cudaLaunchAttributeID
 
 @dataclass(frozen=True)
 class Arg:
-    """One tensor parameter. shape, stride: elements (stride None: row-major). align: bytes, divides the address."""
+    """One tensor parameter. shape, stride: elements (stride None: row-major). align: bytes, divides the address.
+
+    rows: a name for the length of the first axis if the code is the same for every length; equal names, equal lengths.
+    """
 
     name: str
     role: Role
@@ -44,18 +47,20 @@ class Arg:
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
     align: int = 16
+    rows: str | None = None
 
     @property
     def strides(self) -> tuple[int, ...]:
         return self.stride or tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
-    def fake(self):
-        """The compile-time stand-in: a static layout without memory."""
+    def fake(self, lengths: dict):
+        """The compile-time stand-in, without memory: static but for a first axis in `lengths`, symbols by name."""
         import cutlass
         from cutlass.cute.runtime import make_fake_tensor
 
         dtype = getattr(cutlass, CUTLASS_TYPES[self.dtype])
-        return make_fake_tensor(dtype, self.shape, self.strides, assumed_align=self.align)
+        shape = (lengths[self.rows], *self.shape[1:]) if self.rows else self.shape
+        return make_fake_tensor(dtype, shape, self.strides, assumed_align=self.align)
 
     def check(self, tensor: Tensor | None, kernel: str) -> Tensor:
         """The tensor itself, if its layout is the compiled one. Raises ContractError otherwise; copies nothing."""
@@ -81,6 +86,9 @@ class Kernel:
     entry(*tensors in the order of args, *constants, stream) is a @cute.jit function that launches exactly one kernel.
     grid, block: CTAs and threads per axis. smem: bytes of dynamic shared memory. cluster: CTAs per axis, or None.
     All four and pdl are checked against what the compiled host code passes to the driver.
+    archs: the targets it is for; a twin may have another kernel in its place on the others.
+    token_axis: the axis of the grid that the host code makes as long as the args' rows "T", if their length is no part
+    of the code.
     """
 
     name: str
@@ -92,16 +100,44 @@ class Kernel:
     smem: int = 0
     cluster: tuple[int, int, int] | None = None
     pdl: bool = True
+    token_axis: int | None = None
+    archs: tuple[str, ...] = ARCHS
 
     def __post_init__(self):
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
             raise ValueError(f"kernel name {self.name!r}: allowed are letters, digits and _ . -")
+        if self.token_axis is not None and self.grid[self.token_axis] != self.lengths.get("T"):
+            raise ValueError(f"{self.name}: grid {self.grid} for {self.lengths}; axis {self.token_axis} must be T")
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The lengths that are no part of the code, by name (Arg.rows). Raises ValueError if one has two values."""
+        found: dict[str, int] = {}
+        for arg in self.args:
+            if arg.rows and found.setdefault(arg.rows, arg.shape[0]) != arg.shape[0]:
+                raise ValueError(f"{self.name}: {arg.name} has {arg.shape[0]} rows; allowed is {found[arg.rows]}")
+        return found
+
+    @property
+    def code(self) -> "Kernel":
+        """What is compiled: equal for kernels that differ only in name and in `lengths`."""
+        args = tuple(replace(a, shape=(0, *a.shape[1:]), stride=a.strides) if a.rows else a for a in self.args)
+        grid = tuple(0 if i == self.token_axis else n for i, n in enumerate(self.grid))
+        return replace(self, name="code", args=args, grid=grid, token_axis=None)
 
     def compile(self, target: str) -> "Build":
-        """PTX, cubin and the host function for one of ARCHS. Needs no GPU; cached per (kernel, target)."""
+        """PTX, cubin and the host function for one of `archs`. Needs no GPU; cached per (kernel, target).
+
+        Raises NotImplementedError for another target.
+        """
+        if target not in self.archs:
+            raise NotImplementedError(f"{self.name}: target {target!r}; allowed are {', '.join(self.archs)}")
         key = self, target
         if key not in _builds:
-            _builds[key] = _compile(self, target)
+            code = self.code, target
+            if code not in _codes:
+                _codes[code] = _compile(self, target)
+            _builds[key] = replace(_codes[code], kernel=self)
         return _builds[key]
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -141,12 +177,11 @@ class Build:
 
 
 _builds: dict[tuple[Kernel, str], Build] = {}
+_codes: dict[tuple[Kernel, str], Build] = {}  # by Kernel.code
 _launched: set[tuple[Kernel, torch.device]] = set()
 
 
 def _compile(kernel: Kernel, target: str) -> Build:
-    if target not in ARCHS:
-        raise NotImplementedError(f"{kernel.name}: target {target!r}; allowed are {', '.join(ARCHS)}")
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir
     from cutlass.cute.runtime import make_fake_stream
@@ -155,7 +190,8 @@ def _compile(kernel: Kernel, target: str) -> Build:
     with tempfile.TemporaryDirectory() as folder:
         options = cute.KeepPTX(), cute.KeepCUBIN(), cute.GPUArch(target), cute.EnableTVMFFI(True), DumpDir(folder)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        made = cute.compile[options](kernel.entry, *(a.fake() for a in kernel.args), *kernel.constants, stream)
+        lengths = {name: cute.sym_int32() for name in kernel.lengths}
+        made = cute.compile[options](kernel.entry, *(a.fake(lengths) for a in kernel.args), *kernel.constants, stream)
         ptx, cubin = made.__ptx__, made.__cubin__
     symbol = _check_ptx(kernel, ptx)
     _check_launch(kernel, str(made.ir_module))
@@ -192,6 +228,8 @@ def _check_launch(kernel: Kernel, host_ir: str) -> None:
         "cluster": attributes.get(CLUSTER_ATTRIBUTE),
         "pdl": attributes.get(PDL_ATTRIBUTE) == (1,),
     }
+    if kernel.token_axis is not None and real["grid"][kernel.token_axis] is None:
+        real["grid"] = tuple(kernel.grid[i] if i == kernel.token_axis else n for i, n in enumerate(real["grid"]))
     for name, value in real.items():
         if getattr(kernel, name) != value:
             raise ValueError(f"{kernel.name}: states {name} {getattr(kernel, name)}, its entry launches {value}")
@@ -235,9 +273,12 @@ _picked: dict[tuple, tuple[Kernel, ...]] = {}
 _scratch: dict[tuple[Kernel, str, torch.device], Tensor] = {}
 
 
-def pick(twin: Twin, tensors: Mapping[str, Tensor | None], attrs: Mapping) -> tuple[Kernel, ...]:
-    """The kernels a twin launches for these shapes, strides and dtypes (meta tensors do), cached.
+def pick(
+    twin: Twin, tensors: Mapping[str, Tensor | None], attrs: Mapping, arch: str | None = None
+) -> tuple[Kernel, ...]:
+    """The kernels a twin launches on `arch` for these shapes, strides and dtypes (meta tensors do), cached.
 
+    Without arch: those of all targets.
     Raises NotImplementedError for a batch outside the twin's range.
     """
     laid = tuple((n, t.shape, t.stride(), t.dtype) for n, t in sorted(tensors.items()) if t is not None)
@@ -251,7 +292,7 @@ def pick(twin: Twin, tensors: Mapping[str, Tensor | None], attrs: Mapping) -> tu
             if not low <= rows <= high:
                 raise NotImplementedError(f"{twin.name}: {spec.name} has {rows} tokens; allowed are {low}..{high}")
         _picked[key] = tuple(twin.pick(**tensors, **attrs))
-    return _picked[key]
+    return tuple(kernel for kernel in _picked[key] if arch is None or arch in kernel.archs)
 
 
 def launch(twin: Twin, tensors: Mapping[str, Tensor | None], attrs: Mapping) -> tuple[str, ...]:
@@ -261,10 +302,12 @@ def launch(twin: Twin, tensors: Mapping[str, Tensor | None], attrs: Mapping) -> 
     kernel and device, so launch once before capturing a CUDA graph. Raises ContractError for a layout that is not the
     compiled one, NotImplementedError for a chip or batch the twin does not serve.
     """
-    kernels = pick(twin, tensors, attrs)
+    every = pick(twin, tensors, attrs)
     device = next(t.device for t in tensors.values() if t is not None)
-    if device_arch(device) not in twin.archs:
-        raise NotImplementedError(f"{twin.name}: {device_arch(device)}; allowed are {', '.join(twin.archs)}")
+    arch = device_arch(device)
+    if arch not in twin.archs:
+        raise NotImplementedError(f"{twin.name}: {arch}; allowed are {', '.join(twin.archs)}")
+    kernels = [kernel for kernel in every if arch in kernel.archs]
     for name, t in tensors.items():
         if t is not None and t.device != device:
             raise ContractError(f"{twin.name}: {name} is on {t.device}; allowed is {device}, where the first tensor is")

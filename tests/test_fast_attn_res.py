@@ -203,6 +203,16 @@ def test_every_batch_has_a_config(D):
     assert {twin.choose_config(T, k3.hidden, 8).cluster for T in range(1, 65)} == {2, 4, 8}
 
 
+def test_batches_of_one_config_share_their_code():
+    (tensors, attrs) = twin.attn_res_cases()[-1]
+    kernels = {}
+    for T in range(1, 65):
+        rows = {n: v.new_empty(T, *v.shape[1:]) if v.ndim > 1 else v for n, v in tensors.items()}
+        (kernels[T],) = pick(twin.attn_res, rows, attrs)
+    assert [T for T in range(2, 65) if kernels[T].code != kernels[T - 1].code] == [17, 33]
+    assert kernels[1].compile("sm_90a").cubin is kernels[16].compile("sm_90a").cubin
+
+
 @pytest.mark.parametrize("sources", range(1, 10))
 def test_folded_sums_have_homes_of_their_own(sources):
     """Squares in the lower half-warp, dots 16 lanes above."""

@@ -140,6 +140,12 @@ def test_production_cases_have_one_kernel_each():
     assert [a.name for a in kernel.args if a.role is Role.WEIGHT] == ["conv_weight", "A_log", "dt_bias", "w_o_norm"]
 
 
+def test_batches_and_slots_of_one_config_share_their_code():
+    kernels = {T: pick(kda.kda_decode, kda.kda_cases((T,), 7 + T)[f"t{T}-h12"], {})[0] for T in range(1, 65)}
+    assert [T for T in range(2, 65) if kernels[T].code != kernels[T - 1].code] == [12]
+    assert kernels[1].compile("sm_103a").cubin is kernels[11].compile("sm_103a").cubin
+
+
 def test_every_batch_has_a_config_whose_state_covers_a_head():
     for T in range(1, 65):
         for H in (1, 2, 6, 12, 96):

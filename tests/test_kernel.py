@@ -12,7 +12,7 @@ from cutlass.memory import SmemAllocator
 
 import fast
 import fast.kernel as kernel_module
-from fast.device import WARP, load, load_weight, span, store, to_f32, warp_sum
+from fast.device import WARP, any_rows, load, load_weight, span, store, to_f32, warp_sum
 from fast.kernel import ARCHS, Arg, Kernel, launch, pick
 from reference.stage import STAGES, ContractError, Role, Stage, Twin, activation, output, weight
 
@@ -120,6 +120,39 @@ def test_variants_with_equal_type_names_keep_their_own_code():
     long = 1.0 + 2.0**-20
     builds = [made(c=c).compile("sm_90a") for c in (long, long + 2.0**-20)]
     assert builds[0].ptx != builds[1].ptx and builds[0].cubin != builds[1].cubin
+
+
+@cute.jit
+def scale_any(mW, mX, mCount, mY, c: cutlass.Constexpr, stream: cuda.CUstream):
+    rows, (mX, mCount, mY) = mX.shape[0], map(any_rows, (mX, mCount, mY))
+    scale_kernel(mW, mX, mCount, mY, c).launch(
+        grid=[rows, 1, 1], block=[WARPS * WARP, 1, 1], stream=stream, use_pdl=True
+    )
+
+
+def made_any(rows: int) -> Kernel:
+    kernel = made(rows)
+    args = tuple(a if a.name == "w" else replace(a, rows="T") for a in kernel.args)
+    return replace(kernel, name=f"any{rows}", entry=scale_any, args=args, token_axis=0)
+
+
+def test_kernels_of_any_number_of_rows_share_their_code():
+    two, three = (made_any(rows).compile("sm_90a") for rows in (2, 3))
+    assert two.cubin is three.cubin and two.function is three.function and three.kernel == made_any(3)
+    assert made_any(2).code == made_any(3).code != made(2).code
+    body, static = (b.ptx.replace(b.symbol, "") for b in (two, made(2).compile("sm_90a")))
+    assert body == static
+    for change, message in (
+        (dict(token_axis=None), r"states grid \(2, 1, 1\), its entry launches \(None, 1, 1\)"),
+        (dict(entry=scale), "1 pointers in PTX for 4 args"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(made_any(2), **change).compile("sm_90a")
+    with pytest.raises(ValueError, match=r"grid \(3, 1, 1\) for \{'T': 2\}; axis 0 must be T"):
+        replace(made_any(2), grid=(3, 1, 1))
+    args = tuple(replace(a, shape=(5, *a.shape[1:])) if a.name == "y" else a for a in made_any(2).args)
+    with pytest.raises(ValueError, match="y has 5 rows; allowed is 2"):
+        replace(made_any(2), args=args)
 
 
 def test_loads_follow_the_rule():

@@ -112,16 +112,20 @@ def _renamed(report: Report, kernel: str) -> Report:
 
 
 def check_kernels(kernels: Iterable, targets: Sequence[str] = TARGETS, jobs: int = 1) -> list[Report]:
-    """Compile and check every kernel for every target: a Report each, kernel by kernel.
+    """Compile and check every kernel for every target that it is for: a Report each, kernel by kernel.
 
     jobs: processes to share the work (compiling takes most of it); with more than one, entries have to be functions
     of importable modules.
     """
     kernels = list(kernels)
     if jobs == 1 or len(kernels) < 2:
-        return check_builds([kernel.compile(target) for kernel in kernels for target in targets])
+        return check_builds([kernel.compile(target) for kernel in kernels for target in _served(kernel, targets)])
     shares = [kernels[n::jobs] for n in range(jobs)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         done = list(pool.map(check_kernels, shares, [tuple(targets)] * jobs))
-    step = len(targets)
-    return [done[n % jobs][n // jobs * step + t] for n in range(len(kernels)) for t in range(step)]
+    reports = list(map(iter, done))
+    return [next(reports[n % jobs]) for n, kernel in enumerate(kernels) for _ in _served(kernel, targets)]
+
+
+def _served(kernel, targets: Sequence[str]) -> list[str]:
+    return [target for target in targets if target in kernel.archs]
