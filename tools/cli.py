@@ -1,4 +1,4 @@
-"""The command line: check, bisect, order, generate, bench, test, doctor.
+"""The command line: check, bisect, order, adversary, generate, bench, test, doctor.
 
 Exit codes: 0 equal (or fine), 1 disagreement, 2 could not judge.
 """
@@ -79,6 +79,24 @@ def order(
         from . import order as command
 
         result = command.run(kernel, target, scope)
+        write_json(result.as_dict(), json)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def adversary(
+    part: str = typer.Option("table,watchdog,kernels,crossval", help="What is judged, comma separated."),
+    kernel: str = typer.Option("", help="Only kernels whose name contains this."),
+    batch: str = typer.Option("1,3,64", help="Batch sizes."),
+    repeats: int = typer.Option(20, min=1, help="Attacks of each poison and stall."),
+    stall: list[int] = typer.Option([0, 2, 10, 100, 1000], min=0, help="Stalls of the producer, in us; repeatable."),
+    json: str = JSON,
+):  # fmt: skip
+    """Attack kernels on this GPU: late producers, hostile memory, a busy neighbour; and compare the interpreter."""
+    with one_line(json):
+        from . import adversary as command
+
+        result = command.run(part.split(","), whole_numbers(batch, "batch"), kernel, repeats, stall)
         write_json(result.as_dict(), json)
     raise typer.Exit(result.exit_code)
 
