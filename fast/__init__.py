@@ -14,7 +14,10 @@ BATCHES = (1, 2, 3, 4, 8, 16, 32, 64)
 
 
 def production_kernels(batches: tuple[int, ...] = BATCHES) -> list[Kernel]:
-    """Every kernel that a decode step of the real model (one rank of TP8 or TP16) or a small model launches, once."""
+    """Every kernel that a decode step of the real model (one rank of TP8 or TP16) or a small model launches, once.
+
+    Those of all targets: a kernel names its own in `archs`.
+    """
     return list(
         dict.fromkeys(kernel for twin, tensors, attrs in _calls(batches) for kernel in pick(twin, tensors, attrs))
     )

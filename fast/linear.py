@@ -1,12 +1,14 @@
 """Skinny GEMM twin: out[M, N] = x[M, K] w[N, K]^T for M = 1..64, bf16 in and out, fp32 accumulation, one rounding.
 
-Three forms. `linear_fma` streams weights into registers, for the fewest tokens: fp32 FMA, no shared memory between a
-weight and its use. `linear_mma` streams them through shared memory into tensor cores, for more tokens.
-`linear_direct` loads a K of a few steps straight into tensor core operands.
+Four forms. `linear_fma` streams weights into registers, for the fewest tokens: fp32 FMA, no shared memory between a
+weight and its use. `linear_mma` streams them through shared memory into tensor cores, for more tokens. `linear_wgmma`
+streams them into registers that warpgroup tensor cores read, for the most tokens; only sm_90a has those, so sm_100a and
+sm_103a get the best of the other forms. `linear_direct` loads a K of a few steps straight into tensor core operands.
 Which form and which split of the work is a table over (N, K, M), with an estimate for what was not measured. The order
 of the additions follows the configuration, so a row's last bit may depend on M; for one M a result never varies.
 """
 
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -19,22 +21,30 @@ from .kernel import ARCHS, Arg, Kernel
 from .linear_direct import STEP, DirectConfig, direct_entry
 from .linear_fma import SWEEP, FmaConfig, fma_entry, sweeps
 from .linear_mma import PAD, MmaConfig, mma_entry
-from .linear_tuned import TUNED
+from .linear_tuned import HOPPER, TUNED
+from .linear_wgmma import CHUNK, WgmmaConfig, wgmma_entry
 
 SMS = 132  # of an H200; a GB300 has 148 to 152, where one wave of these grids fits as well
 SMEM = 232448  # bytes of shared memory a CTA may use on all targets
 REGISTERS = 65536  # of an SM
 FMA_TOKENS = 4  # above, FMA and the conversions to fp32 cost more than the weights' arrival
+WGMMA_TOKENS = 8  # up to here x is so small that mma.sync, which can divide its rows finer, loses nothing
 ALIGN = 8  # elements of 16 bytes
 GPCS = (16, 16, 16, 16, 16, 16, 18, 18)  # SMs of an H200's clusters of processors; a cluster of CTAs stays in one
 CLOCK = 1755.0  # cycles per microsecond
-LinearConfig = FmaConfig | MmaConfig | DirectConfig
+WGMMA_ARCHS = ("sm_90a",)
+LinearConfig = FmaConfig | MmaConfig | DirectConfig | WgmmaConfig
 
 
 def why_not(cfg: LinearConfig, M: int, N: int, K: int) -> str | None:
     """Why a configuration is illegal or hopeless for a shape, or None."""
-    rule = {FmaConfig: why_not_fma, MmaConfig: why_not_mma, DirectConfig: why_not_direct}[type(cfg)]
-    return rule(cfg, M, N, K)
+    rules = {
+        FmaConfig: why_not_fma,
+        MmaConfig: why_not_mma,
+        DirectConfig: why_not_direct,
+        WgmmaConfig: why_not_wgmma,
+    }
+    return rules[type(cfg)](cfg, M, N, K)
 
 
 def why_not_direct(cfg: DirectConfig, M: int, N: int, K: int) -> str | None:
@@ -105,6 +115,47 @@ def residents_mma(cfg: MmaConfig, M: int) -> int:
     return min((SMEM + 1024) // (cfg.smem(M) + 1024), REGISTERS // (cfg.threads * registers), 2048 // cfg.threads)
 
 
+def why_not_wgmma(cfg: WgmmaConfig, M: int, N: int, K: int) -> str | None:
+    tokens, blocks = cfg.fragments(M), K // (CHUNK * cfg.depth)
+    if cfg.rows > N:
+        return "more rows than weights"
+    if K % (CHUNK * cfg.depth) or cfg.depth % cfg.width:
+        return "depth does not divide K, or stages do not divide the depth"
+    if cfg.splits > 8 or cfg.splits > blocks:
+        return "more than eight splits, or fewer blocks than splits"
+    if not 1 <= cfg.producers <= cfg.stages:
+        return "no producer, or more producers than stages"
+    if cfg.smem(M) > SMEM:
+        return "shared memory does not fit"
+    if tokens * cfg.width > 16:
+        return "more than 64 registers of x"
+    if registers_wgmma(cfg, M) > min(248, REGISTERS // cfg.threads // 8 * 8):
+        return "registers of a CTA do not fit"
+    if cfg.tiles(N) > sum(sms * residents_wgmma(cfg, M) // cfg.splits for sms in GPCS):
+        return "more than one wave"
+    if cfg.tiles(N) * cfg.splits < 0.5 * SMS and cfg.splits < min(8, blocks):
+        return "SMs idle"
+    return None
+
+
+def registers_wgmma(cfg: WgmmaConfig, M: int) -> int:
+    """Registers of a thread, at most as ptxas allots them: sums, ring, fragments, and addresses."""
+    return 4 * cfg.fragments(M) + 8 * (cfg.depth + cfg.width) + 16
+
+
+def residents_wgmma(cfg: WgmmaConfig, M: int) -> int:
+    """CTAs of one SM."""
+    registers = cfg.threads * (registers_wgmma(cfg, M) + 7) // 8 * 8
+    return min((SMEM + 1024) // (cfg.smem(M) + 1024), REGISTERS // registers, 2048 // cfg.threads)
+
+
+def wgmma_config(M: int, K: int, groups: int, splits: int, depth: int, producers: int) -> WgmmaConfig:
+    """Stages as wide as a producer's registers allow; two for each producer, as far as there are as many."""
+    width = next(w for w in (8, 4, 2, 1) if depth % w == 0 and (w * -(-M // 8) <= 16 or w == 1))
+    most = -(-(K // (CHUNK * depth)) // splits) * depth // width
+    return WgmmaConfig(groups, splits, depth, width, max(1, min(2 * producers, most)), min(producers, max(most, 1)))
+
+
 def mma_config(M: int, K: int, rows: int, splits: int, ring: int, most: int, producers: int, bulk: bool) -> MmaConfig:
     """Fill a ring of `ring` bytes; warps_n leaves a warp at most `most` fragments, warps_k fills up to eight warps."""
     tiles, tokens = rows // 16, -(-M // 8)
@@ -118,8 +169,8 @@ def mma_config(M: int, K: int, rows: int, splits: int, ring: int, most: int, pro
     return MmaConfig(rows, splits, warps_n, warps_k, bk, stages, producers, bulk)
 
 
-def candidates(M: int, N: int, K: int) -> tuple[list[LinearConfig], dict[LinearConfig, str]]:
-    """The configurations worth timing for a shape, and the dropped ones with the reason."""
+def candidates(M: int, N: int, K: int, arch: str = "sm_90a") -> tuple[list[LinearConfig], dict[LinearConfig, str]]:
+    """The configurations worth timing for a shape on an arch, and the dropped ones with the reason."""
     tried: list[LinearConfig] = [DirectConfig(*c) for c in product((8, 16, 32), (1, 2, 4))]
     depths = [d for d in range(1, 29) if sweeps(K) % d == 0]
     for rows, depth, warps, per_sm in product((1, 2, 4), depths, (4, 6, 8, 9, 10, 12, 14, 16), (1, 2, 3)):
@@ -132,6 +183,10 @@ def candidates(M: int, N: int, K: int) -> tuple[list[LinearConfig], dict[LinearC
     ):
         tried.append(mma_config(M, K, rows, splits, ring, most, producers, bulk))
     tried += [mma_config(M, K, 16, 1, 104_000, 16, 4, False)]  # legal for every shape
+    if arch in WGMMA_ARCHS and M > WGMMA_TOKENS:
+        widths = (2, 4, 6, 7, 8, 12)
+        for groups, splits, depth, producers in product((1, 2, 3, 4), range(1, 9), widths, (2, 4, 8)):
+            tried.append(wgmma_config(M, K, groups, splits, depth, producers))
     why = {cfg: why_not(cfg, M, N, K) for cfg in tried}
     return [cfg for cfg, reason in why.items() if not reason], {cfg: reason for cfg, reason in why.items() if reason}
 
@@ -149,7 +204,24 @@ def estimate(cfg: LinearConfig, M: int, N: int, K: int) -> float:
         flight = 512 * cfg.rows * cfg.depth * cfg.warps * cfg.ctas
         work = -(-N // (cfg.ctas * cfg.warps * cfg.rows)) * cfg.ctas * cfg.warps * cfg.rows
         return max(2 * work * K / 4.3e6, 2 * N * K * 0.9 / flight) * (1 + 0.04 * (M - 1)) + 1.5
+    if isinstance(cfg, WgmmaConfig):
+        return estimate_wgmma(cfg, M, N, K)
     return estimate_mma(cfg, M, N, K)
+
+
+def estimate_wgmma(cfg: WgmmaConfig, M: int, N: int, K: int) -> float:
+    """Cycles of one SM: 2048 products a cycle. A stage costs a consumer 200 more, and a producer 1.1 us of latency."""
+    tiles, tokens = cfg.tiles(N), 8 * cfg.fragments(M)
+    ctas, stages = tiles * cfg.splits, -(-(K // (CHUNK * cfg.depth)) // cfg.splits) * cfg.depth // cfg.width
+    weights = 2 * tiles * cfg.rows * K
+    hbm = weights / 4.3e6 * (1 + max(0, SMS * 0.7 - ctas) / SMS)
+    l2 = (weights + 2 * tiles * tokens * K) / 5.5e6
+    flight = weights * 0.9 / (ctas * cfg.rows * cfg.depth * CHUNK * 2)
+    copies = -(-stages // cfg.producers) * 1.1
+    products = cfg.rows * cfg.width * CHUNK * tokens / 2048
+    steps = stages * max(products * -(-ctas // SMS), 200 + products / cfg.groups) / CLOCK
+    tail = (1000 + cfg.rows * tokens * 4 / 24) / CLOCK if cfg.splits > 1 else 0
+    return max(hbm, l2, flight, copies, steps) + tail + 1.8
 
 
 def estimate_mma(cfg: MmaConfig, M: int, N: int, K: int) -> float:
@@ -174,12 +246,13 @@ def estimate_mma(cfg: MmaConfig, M: int, N: int, K: int) -> float:
     return max(hbm, l2, flight, issue / CLOCK, steps / CLOCK) + (lead + tail) / CLOCK + 1.6
 
 
-def choose_config(M: int, N: int, K: int) -> LinearConfig:
+def choose_config(M: int, N: int, K: int, arch: str = "sm_90a") -> LinearConfig:
     """The measured winner for (N, K, M), or of the next larger M measured; the best estimate where there is none."""
-    tuned = {m: cfg for m, cfg in TUNED.get((N, K), {}).items() if m >= M}
+    table = TUNED.get((N, K), {}) | (HOPPER.get((N, K), {}) if arch in WGMMA_ARCHS else {})
+    tuned = {m: cfg for m, cfg in table.items() if m >= M}
     if tuned:
         return tuned[min(tuned)]
-    kept, _ = candidates(M, N, K)
+    kept, _ = candidates(M, N, K, arch)
     return min(kept, key=lambda cfg: estimate(cfg, M, N, K))
 
 
@@ -193,6 +266,7 @@ def linear(x, w, out):
     """x [M, K] bf16, w [N, K] bf16, out [M, N] bf16; rows of x and out may be strided.
 
     M is 1..64, K a multiple of 16, N of 8 and at least 16, row strides multiples of 8: rows start on 16 bytes.
+    One kernel for all targets, or one for those with wgmma and one for the others (`Kernel.archs`).
     Raises NotImplementedError for another size or stride, ContractError for shapes that disagree.
     """
     (M, K), N = x.shape, w.shape[0]
@@ -207,7 +281,13 @@ def linear(x, w, out):
     for name, t in (("x", x), ("out", out)):
         if t.stride(0) % ALIGN:
             raise NotImplementedError(f"linear: {name} has row stride {t.stride(0)}; allowed are multiples of {ALIGN}")
-    return (linear_kernel(choose_config(M, N, K), M, N, K, x.stride(0), out.stride(0)),)
+    chosen: dict[LinearConfig, tuple[str, ...]] = {}
+    for arch in ARCHS:
+        cfg = choose_config(M, N, K, arch)
+        chosen[cfg] = (*chosen.get(cfg, ()), arch)
+    return tuple(
+        replace(linear_kernel(cfg, M, N, K, x.stride(0), out.stride(0)), archs=archs) for cfg, archs in chosen.items()
+    )
 
 
 def linear_kernel(cfg: LinearConfig, M: int, N: int, K: int, x_stride: int, out_stride: int) -> Kernel:
@@ -218,15 +298,18 @@ def linear_kernel(cfg: LinearConfig, M: int, N: int, K: int, x_stride: int, out_
         Arg("w", Role.WEIGHT, bf16, (N, K)),
         Arg("out", Role.OUTPUT, bf16, (M, N), (out_stride, 1)),
     )
-    cluster, smem = None, 0
+    cluster, smem, archs = None, 0, ARCHS
     if isinstance(cfg, FmaConfig):
         name, entry, grid, threads, smem = "fma", fma_entry, (cfg.ctas, 1, 1), cfg.warps * 32, cfg.smem(M, K)
     elif isinstance(cfg, DirectConfig):
         name, entry, grid, threads = "direct", direct_entry, cfg.grid(M, N), cfg.warps * 32
     else:
-        name, entry, grid, threads, smem = "mma", mma_entry, (cfg.splits, cfg.tiles(N), 1), cfg.threads, cfg.smem(M)
+        name, entry = ("wgmma", wgmma_entry) if isinstance(cfg, WgmmaConfig) else ("mma", mma_entry)
+        grid, threads, smem = (cfg.splits, cfg.tiles(N), 1), cfg.threads, cfg.smem(M)
         cluster = (cfg.splits, 1, 1) if cfg.splits > 1 else None
-    return Kernel(f"linear_{name}-m{M}-n{N}-k{K}", entry, args, (cfg,), grid, (threads, 1, 1), smem, cluster)
+        archs = WGMMA_ARCHS if name == "wgmma" else ARCHS
+    title = f"linear_{name}-m{M}-n{N}-k{K}"
+    return Kernel(title, entry, args, (cfg,), grid, (threads, 1, 1), smem, cluster, archs=archs)
 
 
 def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:

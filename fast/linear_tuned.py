@@ -9,6 +9,7 @@ an estimate. At 64 tokens (and at 32 for the two largest shapes) torch.mm, which
 from .linear_direct import DirectConfig
 from .linear_fma import FmaConfig
 from .linear_mma import MmaConfig
+from .linear_wgmma import WgmmaConfig
 
 TUNED: dict[tuple[int, int], dict[int, FmaConfig | MmaConfig | DirectConfig]] = {
     (6288, 7168): {
@@ -63,3 +64,6 @@ TUNED: dict[tuple[int, int], dict[int, FmaConfig | MmaConfig | DirectConfig]] = 
         64: DirectConfig(16, 2),  # 1.56, 2.59
     },
 }
+
+# Where sm_90a's own form is faster still; the other targets stay with the table above.
+HOPPER: dict[tuple[int, int], dict[int, WgmmaConfig]] = {}

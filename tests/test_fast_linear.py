@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from equivalence.order.check import check
 from fast import linear
 from fast.kernel import ARCHS, CAPABILITIES, launch, pick
-from fast.linear import DirectConfig, FmaConfig, MmaConfig, linear_kernel
+from fast.linear import DirectConfig, FmaConfig, MmaConfig, WgmmaConfig, linear_kernel
 from reference.config import deep, k3_rank, mini
 from reference.stage import ContractError, Role
 
@@ -25,7 +25,11 @@ FORMS = {  # configurations that together take every path: ring reused, odd frag
     "mma-async": (20, 72, 256, MmaConfig(32, 1, 2, 2, 32, 5, 3, False)),
     "split-bulk": (17, 56, 960, MmaConfig(32, 3, 1, 2, 192, 1, 3, True)),
     "split-async": (24, 96, 240, MmaConfig(48, 5, 3, 1, 48, 1, 3, False)),
+    "wgmma": (20, 72, 512, WgmmaConfig(1, 1, 4, 2, 3, 2)),
+    "wgmma-split": (33, 136, 1024, WgmmaConfig(2, 3, 2, 2, 2, 1)),
 }
+HOPPER = [form for form, (*_, cfg) in FORMS.items() if isinstance(cfg, WgmmaConfig)]  # sm_90a alone
+LAUNCHED = [f for f in FORMS if f not in HOPPER or (GPU and torch.cuda.get_device_capability() == (9, 0))]
 
 
 def hostile(M: int, N: int, K: int, device="cpu", whole: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -121,11 +125,12 @@ def test_whole_numbers_are_exact_in_any_order():
 def test_every_production_case_has_one_legal_kernel():
     cases = linear.linear_cases()
     assert len(cases) == 4 * 7 * 8
-    for case, t in cases.items():
-        (kernel,) = pick(linear.linear, t, {})
+    for (case, t), arch in product(cases.items(), ARCHS):
+        (kernel,) = pick(linear.linear, t, {}, arch)
         M, K = t["x"].shape
         N, cfg = t["w"].shape[0], kernel.constants[0]
         assert linear.why_not(cfg, M, N, K) is None, case
+        assert not isinstance(cfg, WgmmaConfig) or arch == "sm_90a", case
         assert kernel.pdl and kernel.smem <= 232448 and kernel.args[0].strides == t["x"].stride()
         assert [a.role for a in kernel.args] == [Role.ACTIVATION, Role.WEIGHT, Role.OUTPUT]
 
@@ -134,6 +139,12 @@ def test_every_production_case_has_one_legal_kernel():
 @pytest.mark.parametrize("N, K", [(16, 16), (24, 48), (1000, 272), (6288, 7168), (8448, 7168), (7168, 4224)])
 def test_candidates_are_legal_and_dropped_ones_have_a_reason(M, N, K):
     kept, dropped = linear.candidates(M, N, K)
+    others = set(linear.candidates(M, N, K, "sm_103a")[0])
+    assert others == {cfg for cfg in kept if not isinstance(cfg, WgmmaConfig)}
+    for cfg in (c for c in kept if isinstance(c, WgmmaConfig)):
+        blocks = K // (32 * cfg.depth)
+        assert cfg.depth % cfg.width == K % (32 * cfg.depth) == 0 and blocks >= cfg.splits and cfg.smem(M) <= 232448
+        assert cfg.threads * (4 * cfg.fragments(M) + 8 * cfg.depth) < 65536
     assert kept and not set(kept) & set(dropped) and all(dropped.values())
     assert all(cfg.depth * cfg.rows <= 28 for cfg in kept if isinstance(cfg, FmaConfig))
     for cfg in (c for c in kept if isinstance(c, MmaConfig)):
@@ -146,14 +157,15 @@ def test_candidates_are_legal_and_dropped_ones_have_a_reason(M, N, K):
 
 
 def test_every_measured_configuration_is_legal():
-    for (N, K), rows in linear.TUNED.items():
-        for M, cfg in rows.items():
-            assert linear.why_not(cfg, M, N, K) is None, (N, K, M)
-            assert linear.choose_config(M, N, K) == cfg
+    for table, arch in ((linear.TUNED, "sm_100a"), (linear.HOPPER, "sm_90a")):
+        for (N, K), rows in table.items():
+            for M, cfg in rows.items():
+                assert linear.why_not(cfg, M, N, K) is None, (N, K, M)
+                assert linear.choose_config(M, N, K, arch) == cfg
+                assert isinstance(cfg, WgmmaConfig) == (table is linear.HOPPER)
 
 
-@pytest.mark.parametrize("target", ARCHS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, target", [(f, t) for f in FORMS for t in ARCHS if f not in HOPPER or t == "sm_90a"])
 def test_weights_and_nothing_else_are_read_before_the_wait(form, target):
     kernel, _ = made(form)
     build = kernel.compile(target)
@@ -209,7 +221,7 @@ def test_refusals():
 
 @needs_gpu
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "normal"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LAUNCHED)
 def test_every_form_against_float64(form, whole):
     kernel, t = made(form, "cuda", whole=whole)
     exact, bound = oracle(t)
@@ -241,7 +253,7 @@ def test_production_shapes(config, stage):
 
 
 @needs_gpu
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LAUNCHED)
 def test_replays_are_bit_equal_and_tokens_do_not_mix(form):
     kernel, t = made(form, "cuda")
     first = run(t, kernel).clone()
