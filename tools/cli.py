@@ -39,15 +39,42 @@ def check(
     follow: str = typer.Option("reference", help="Trajectory: reference (kernel error) or twin (errors accumulate)."),
     order: bool = typer.Option(True, help="Also prove the ordering of one kernel of each form for all targets."),
     require_twins: bool = typer.Option(False, help="Exit with 2 if the twins could not run here."),
+    checkpoint: str = typer.Option(None, help="Go through this checkpoint folder layer by layer, whatever its size."),
+    layers: str = typer.Option(None, help="With --checkpoint: FIRST-LAST, such as 0-11 (default: all)."),
+    rank_shapes: str = typer.Option(None, help="With --checkpoint: judge what one rank holds, such as tp8."),
+    rank: int = typer.Option(0, help="With --rank-shapes: which rank."),
+    record: str = typer.Option(None, metavar="FILE", help="With --checkpoint: keep what leaves the last layer."),
+    recorded: str = typer.Option(None, metavar="FILE", help="With --checkpoint: go on from such a file."),
     device: str = DEVICE, json: str = JSON,
 ):  # fmt: skip
     """Do the twins equal the reference on real prompts? One verdict, per layer and stage."""
     with one_line(json):
-        from .check import run
+        options = dict(layers=layers, rank_shapes=rank_shapes, rank=rank or None, record=record, recorded=recorded)
+        if checkpoint is not None:
+            result = _check_checkpoint(
+                checkpoint, model, options, prompts, tokens, swap, fault, follow, order, device, require_twins
+            )
+        else:
+            _only_with_checkpoint(options)
+            from .check import run
 
-        result = run(model, prompts, tokens, swap, fault, follow, order, device, require_twins)
+            result = run(model, prompts, tokens, swap, fault, follow, order, device, require_twins)
         write_json(result.as_dict(), json)
     raise typer.Exit(result.exit_code)
+
+
+def _check_checkpoint(checkpoint: str, model: str, options: dict, *rest):
+    if model != "mini":
+        raise ValueError(f"check takes either --checkpoint or --model, not {checkpoint!r} and {model!r}")
+    from .check_checkpoint import run
+
+    return run(checkpoint, *(options | dict(rank=options["rank"] or 0)).values(), *rest)
+
+
+def _only_with_checkpoint(options: dict) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: allowed only with --checkpoint")
 
 
 @app.command()
@@ -152,6 +179,21 @@ def doctor(json: str = JSON):
         from .doctor import render, report
 
         found = report()
+@app.command()
+def stand_in(
+    folder: str = typer.Argument(help="A new or empty folder."),
+    shape: str = typer.Option("short", help="short (13 layers), deep (93), rank (true widths of one of 8 ranks)."),
+    statistics: str = typer.Option("all", help="all, none, or of outliers, decays, keys, queries, router, scales."),
+    seed: int = typer.Option(0, min=0), json: str = JSON,
+):  # fmt: skip
+    """Write a checkpoint in the published layout whose weights have the statistics that break kernels."""
+    with one_line(json):
+        from . import stand_in as command
+
+        result = command.run(folder, shape, statistics, seed)
+        write_json(result, json)
+
+
         if json != "-":
             out.print(render(found), markup=False)
         write_json(found, json)

@@ -66,26 +66,29 @@ def whole_numbers(text: str, name: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def serving(swap: str, faults: Sequence[str], config) -> tuple:
+def serving(swap: str, faults: Sequence[str], config, steps: Sequence | None = None) -> tuple:
     """What `--swap` and `--fault` ask of a model: (Selection, implementations by name), as `faults.inject` gives them.
 
-    Raises ContractError for a rule or fault that changes nothing in a decode step of `config`.
+    steps: what is run (default: a whole decode step of `config`). Raises ContractError for a rule or fault that changes
+    nothing in it.
     """
     from equivalence.faults import inject
     from fast.selection import Selection, twins
+    from reference.plan import plan
 
+    steps = plan(config, 1).steps if steps is None else steps
     selection, known = Selection.parse(swap), twins() | inject(faults, Selection())[1]
-    check_swaps(selection, known, config)
+    check_swaps(selection, known, config, steps)
     for spec in faults:
         injected, extra = inject([spec], Selection())
-        if not any(_matched(rule, extra, config) for rule in injected.rules):
+        if not any(_matched(rule, extra, steps) for rule in injected.rules):
             raise ValueError(
                 f"fault {spec!r} matches no stage of {config.name}, whose layers are 0-{config.layers - 1}"
             )
     return inject(faults, selection)
 
 
-def check_swaps(selection, known: Mapping, config) -> None:
+def check_swaps(selection, known: Mapping, config, steps: Sequence | None = None) -> None:
     """Refuse rules that change nothing in a decode step: no such stage there, or nothing that could serve it.
 
     Raises ContractError naming the rule and what exists.
@@ -93,15 +96,14 @@ def check_swaps(selection, known: Mapping, config) -> None:
     from reference.plan import plan
     from reference.stage import TWINS, ContractError
 
+    steps = plan(config, 1).steps if steps is None else steps
     for rule in selection.rules:
-        found = _matched(rule, known, config)
+        found = _matched(rule, known, steps)
         at = "" if rule.layers is None else "@" + "-".join(map(str, dict.fromkeys(rule.layers)))
         text = f"swap '{rule.target}={rule.implementation}{at}'"
         if not found:
             first, last = rule.layers or (0, config.layers - 1)
-            inside = (
-                s.stage.name for s in plan(config, 1).steps if rule.layers is None or s.layer in range(first, last + 1)
-            )
+            inside = (s.stage.name for s in steps if rule.layers is None or s.layer in range(first, last + 1))
             there = ", ".join(dict.fromkeys(inside)) or "nothing"
             raise ContractError(
                 f"{text} matches nothing in {config.name}; layers are 0-{config.layers - 1}, there is {there}"
@@ -112,14 +114,12 @@ def check_swaps(selection, known: Mapping, config) -> None:
             raise ContractError(f"{text} changes nothing; {rule.implementation} serves {', '.join(sorted(serves))}")
 
 
-def _matched(rule, known: Mapping, config) -> set[str]:
-    """Stages of one decode step that a rule covers."""
+def _matched(rule, known: Mapping, steps: Sequence) -> set[str]:
+    """Stages of these steps that a rule covers."""
     from fast.selection import Selection
-    from reference.plan import plan
 
     Selection((rule,)).choose((), known)  # raises for an unknown target or implementation
     marked = Selection((replace(rule, implementation="reference"),))
-    steps = plan(config, 1).steps
     chosen = marked.choose(steps, known)
     return {s.stage.name for s, name in zip(steps, chosen, strict=True) if name == "reference"}
 

@@ -1,0 +1,109 @@
+"""Prompts as tokens of a checkpoint: bytes for byte-level models, else by the tokenizer that lies beside the weights.
+
+`tokenizer.json` needs the package `tokenizers` (extra "tokenizer"). A tiktoken-style file (`*.tiktoken`,
+`tiktoken.model`: a base64 token and its rank on each line) is read here. Its pieces are cut by a plain rule, not by the
+model's own pattern: every id is one of the model's and the bytes are the prompt's, but the cuts may differ.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+from reference.config import Config
+
+BYTE_LEVEL = 256  # bos of models whose tokens are bytes
+PIECE = re.compile(r" ?[^\W\d_]+| ?\d{1,3}| ?[^\w\s]+|_+|\s+", re.UNICODE)
+JSON_FILE, TIKTOKEN = "tokenizer.json", ("tiktoken.model", "*.tiktoken")
+
+
+class TokenizerError(ValueError):
+    """No tokenizer, or one that cannot be used. One line that names the file and what is allowed."""
+
+
+def tokenizer(folder: str | Path, config: Config) -> tuple[Callable[[bytes], list[int]], str]:
+    """A function from bytes to token ids, bos first, and the name of what it uses.
+
+    Raises TokenizerError if the model is not byte-level and no usable tokenizer lies in the folder.
+    """
+    folder = Path(folder)
+    if config.bos == BYTE_LEVEL:
+        return (lambda data: [config.bos, *data]), "bytes"
+    ranked = sorted(p for pattern in TIKTOKEN for p in folder.glob(pattern))
+    as_json = folder / JSON_FILE
+    if as_json.exists() and find_spec("tokenizers"):
+        return _checked(_from_json(as_json), as_json, config), as_json.name
+    if ranked:
+        return _checked(Ranked(ranked[0]).encode, ranked[0], config), ranked[0].name
+    if as_json.exists():
+        raise TokenizerError(f"{as_json}: needs the package tokenizers, which is not installed (extra 'tokenizer')")
+    raise TokenizerError(
+        f"{folder}: no tokenizer beside the weights; {config.name} has {config.vocab} tokens and needs {JSON_FILE}, "
+        "tiktoken.model or *.tiktoken"
+    )
+
+
+def _checked(encode: Callable[[bytes], list[int]], file: Path, config: Config) -> Callable[[bytes], list[int]]:
+    def made(data: bytes) -> list[int]:
+        ids = [config.bos, *encode(data)]
+        if max(ids) >= config.vocab:
+            raise TokenizerError(f"{file}: gives token {max(ids)}; allowed are 0..{config.vocab - 1} of {config.name}")
+        return ids
+
+    return made
+
+
+def _from_json(file: Path) -> Callable[[bytes], list[int]]:
+    from tokenizers import Tokenizer
+
+    try:
+        loaded = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises bare Exception
+        raise TokenizerError(f"{file}: no tokenizer ({' '.join(str(error).split())[:80]})") from None
+    return lambda data: loaded.encode(data.decode("utf-8", "replace"), add_special_tokens=False).ids
+
+
+class Ranked:
+    """Byte-pair encoding by rank: in each piece the adjacent pair of lowest rank is joined first."""
+
+    def __init__(self, file: Path):
+        self.ranks: dict[bytes, int] = {}
+        try:
+            lines = file.read_text("ascii").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{file}: no tiktoken file ({error})") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                token, rank = line.split()
+                self.ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error):
+                raise TokenizerError(f"{file}: line {number} is no base64 token and rank") from None
+        lacking = [b for b in range(256) if bytes([b]) not in self.ranks]
+        if lacking:
+            raise TokenizerError(f"{file}: byte {lacking[0]:#04x} has no token; allowed are files with all 256")
+
+    def encode(self, data: bytes) -> list[int]:
+        text = data.decode("utf-8", "surrogateescape")
+        out: list[int] = []
+        at = 0
+        for piece in PIECE.finditer(text):  # what the rule skips stands alone
+            for part in (text[at : piece.start()], piece[0]):
+                out += self._piece(part.encode("utf-8", "surrogateescape"))
+            at = piece.end()
+        return out + self._piece(text[at:].encode("utf-8", "surrogateescape"))
+
+    def _piece(self, piece: bytes) -> list[int]:
+        if piece in self.ranks:
+            return [self.ranks[piece]]
+        parts = [bytes([b]) for b in piece]
+        while len(parts) > 1:
+            joined = [self.ranks.get(a + b) for a, b in pairwise(parts)]
+            known = [rank for rank in joined if rank is not None]
+            if not known:
+                break
+            at = joined.index(min(known))
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        return [self.ranks[part] for part in parts]
