@@ -23,7 +23,7 @@ from fast.kernel import Kernel, device_arch
 from reference.stage import Role
 
 from .adversary.image import Image
-from .adversary.subjects import Subject, find, subject
+from .adversary.subjects import Subject, find, production, subject
 from .compare import half_ulp
 from .simt import backend, launch
 
@@ -59,7 +59,7 @@ def bound(kernel: Kernel, name: str, case: str) -> Bound:
     module = kernel.entry.__module__.removeprefix("fast.")
     if module == "linear_fma" or name not in ("out", "recurrent") or (case == "whole" and module.startswith("linear")):
         return EXACT
-    if module in ("linear_mma", "linear_direct"):
+    if module in ("linear_mma", "linear_direct", "linear_wgmma"):
         K = next(a.shape[-1] for a in kernel.args if a.name == "w")
         return Bound(1, 0, K * 2.0**-23, "1 ULP + K 2^-23 sum|x w|")
     if name == "recurrent":
@@ -127,7 +127,7 @@ def on_gpu(made: Subject, device: str) -> Tensor:
 def examine(name: str, batch: int, device: str, target: str) -> list[Row]:
     """A kernel in all its cases on both, for a process of its own."""
     torch.set_num_threads(1)
-    kernel, rows = find(name, (batch,)), []
+    kernel, rows = find(name, batch, target), []
     for case in cases(kernel):
         made = inputs(kernel, case)
         gpu, begin = on_gpu(made, device), time.monotonic()
@@ -175,11 +175,9 @@ def _apart(a: Tensor, b: Tensor, differs: Tensor, limit: Bound, made: Subject) -
     return ulps, float((error / allowed)[differs].max())
 
 
-def kernels(batches: Sequence[int] = BATCHES) -> list[tuple[Kernel, int]]:
-    """One kernel of each form at each batch size, with the batch."""
-    from fast import forms, production_kernels
-
-    return [(k, batch) for batch in batches for k in forms(production_kernels((batch,)))]
+def kernels(target: str, batches: Sequence[int] = BATCHES) -> list[tuple[Kernel, int]]:
+    """One kernel of each form for a target at each batch size, with the batch."""
+    return [(k, batch) for batch in batches for k in production(batch, target)]
 
 
 def run(
@@ -190,7 +188,7 @@ def run(
     target = device_arch(torch.device(device))
     if backend() != "native":
         raise NotImplementedError("the interpreter takes hours for production kernels without a C compiler on PATH")
-    wanted = sorted(((k, b) for k, b in kernels(batches) if only in k.name), key=_size)
+    wanted = sorted(((k, b) for k, b in kernels(target, batches) if only in k.name), key=_size)
     rows: list[Row] = []
     with ProcessPoolExecutor(jobs or os.cpu_count() or 1, get_context("spawn")) as pool:
         for future in as_completed([pool.submit(examine, k.name, b, device, target) for k, b in wanted]):

@@ -32,13 +32,13 @@ def jobs(
     target: str, batches: Iterable[int] = (1, 3, 64), only: str = "", repeats: int = REPEATS,
     stalls: Iterable[float] = STALLS_US,
 ) -> list[dict]:  # fmt: skip
-    """A job for each form of each production kernel at these batch sizes whose name contains `only`."""
-    from fast import forms, production_kernels
+    """A job for each form of kernel for a target at these batch sizes, whose name contains `only`."""
+    from .subjects import production
 
     return [
         dict(part="kernel", kernel=kernel.name, batch=batch, target=target, repeats=repeats, stalls=list(stalls))
         for batch in batches
-        for kernel in forms(production_kernels((batch,)))
+        for kernel in production(batch, target)
         if only in kernel.name
     ]
 

@@ -51,7 +51,7 @@ class Image:
         """The tensor itself, as the kernels take it."""
         arg = self.args[name]
         return words[self.starts[name] :].view(arg.dtype).as_strided(
-            arg.shape, arg.strides, words.storage_offset() + self.starts[name] * 4 // arg.dtype.itemsize
+            arg.shape, arg.strides, (words.storage_offset() + self.starts[name]) * 4 // arg.dtype.itemsize
         )  # fmt: skip
 
     def names(self, *roles: Role) -> tuple[str, ...]:

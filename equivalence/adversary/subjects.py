@@ -22,6 +22,7 @@ _ATTN_LOADED = "    if cutlass.const_expr(mDelta is not None):\n        rP = _ro
 _KDA_LOADED = f"{TRIGGER}    gOut"
 _FMA_LOADED = "    stage_x(x, sx, cfg.warps * WARP)\n    cute.arch.sync_threads()\n"
 _MMA_LOADED = "    stage, phase = Int32(0), Int32(0)\n    for i in cutlass.range(cfg.stages,"
+_WGMMA_LOADED = "wid - cfg.warps_n, cfg)\n"
 _DIRECT_LOADED = "\n    atom = cute.make_mma_atom("
 # module -> (edits that move the wait below the first loads, tensors that then are stale)
 LATE_WAITS: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
@@ -36,6 +37,9 @@ LATE_WAITS: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
     ),
     "fast.linear_direct": (
         ((f"{WAIT}    first =", "    first ="), (_DIRECT_LOADED, "\n" + WAIT + _DIRECT_LOADED)), ("x",),
+    ),
+    "fast.linear_wgmma": (
+        ((f"    {WAIT}        layout", "        layout"), (_WGMMA_LOADED, f"{_WGMMA_LOADED}    {WAIT}")), ("x",)
     ),
 }  # fmt: skip
 
@@ -145,11 +149,16 @@ def with_kernels(made: Subject, change: Callable[[Kernel], Kernel]) -> Subject:
     return replace(made, kernels=tuple(change(k) for k in made.kernels))
 
 
-def find(name: str, batches: tuple[int, ...]) -> Kernel:
-    """A production kernel by name."""
-    from fast import production_kernels
+def production(batch: int, target: str) -> list[Kernel]:
+    """One production kernel of each form for a target, at one batch size."""
+    from fast import forms, production_kernels
 
-    for kernel in production_kernels(batches):
+    return forms(k for k in production_kernels((batch,)) if target in k.archs)
+
+
+def find(name: str, batch: int, target: str) -> Kernel:
+    """One of `production` by name. Raises ContractError for another name."""
+    for kernel in production(batch, target):
         if kernel.name == name:
             return kernel
-    raise ContractError(f"kernel {name!r}: no production kernel at batch {batches} has that name")
+    raise ContractError(f"kernel {name!r}: no form at batch {batch} for {target} has that name")

@@ -32,8 +32,8 @@ PATIENCE = 1.0  # seconds until that control is called a hang
 
 
 def judge_kernel(job: dict, turn: Callable) -> list[dict]:
-    """Every check of one production kernel. job: kernel, batch, repeats, stalls."""
-    kernel = find(job["kernel"], (job["batch"],))
+    """Every check of one production kernel. job: kernel, batch, target, repeats, stalls."""
+    kernel = find(job["kernel"], job["batch"], job["target"])
     made = subject(kernel)
     image = Image(made.kernels)
     repeats, stalls = job.get("repeats", REPEATS), job.get("stalls", STALLS_US)
@@ -41,7 +41,7 @@ def judge_kernel(job: dict, turn: Callable) -> list[dict]:
     off = with_kernels(made, without_pdl)
     for k in (kernel, *off.kernels, producer(image.size), *([broken[0]] if broken else [])):
         k.compile(job["target"])  # before the device is ours
-    truth = image.truth(made.values)
+    truth, other = image.truth(made.values), subject(kernel, seed=1)
     with turn():
         runner = Gpu(made, image, truth)
         truth = runner.truth
@@ -49,7 +49,7 @@ def judge_kernel(job: dict, turn: Callable) -> list[dict]:
         if isinstance(expected, str):
             return [Verdict(made.name, "attack", "could not judge", text=expected).as_dict()]
         rows = [attack_all(made, image, runner, truth, expected, off, broken, stalls, repeats)]
-        rows.append(checks.replay(made, subject(kernel, seed=1), image, runner, truth))
+        rows.append(checks.replay(made, other, image, runner, truth))
         rows += [checks.padding(made, image, runner, truth), checks.unowned(made, image, runner, truth)]
         sms = torch.cuda.get_device_properties(truth.device).multi_processor_count
         rows.append(checks.occupied(made, runner, expected, sms))
@@ -126,11 +126,15 @@ def main(lock: str) -> None:
             @contextmanager
             def turn(n=n):
                 fcntl.flock(file, fcntl.LOCK_EX)
+                tell(began=n)
                 try:
-                    tell(began=n)
                     yield
-                finally:
+                except Hang:
+                    raise  # the device stays ours until this process, and with it the kernel, is gone
+                except BaseException:
                     fcntl.flock(file, fcntl.LOCK_UN)
+                    raise
+                fcntl.flock(file, fcntl.LOCK_UN)
 
             try:
                 rows = PARTS[job["part"]](job, turn)
