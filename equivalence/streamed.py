@@ -38,7 +38,7 @@ from .report import Result
 EMBED, HEAD = "embed", "head"
 Piece = int | str  # a layer, or what stands before and after the layers
 CARRIED = ("prefix", "delta", "blocks")
-PAGE = 16
+PAGE, ALIGN = 16, 256
 WHOLE = {"embed.shard": "embed", "moe.finalize_chain": "moe.finalize"}  # a rank's stage -> whose value it is a part of
 
 
@@ -90,10 +90,17 @@ def piece_weights(checkpoint: Checkpoint, piece: Piece, device, seat: Seat | Non
         tensors = shard_layer(tensors, whole, seat)
     if isinstance(piece, int):
         made = layer_weights(SimpleNamespace(layer=lambda i: tensors), config, piece)
-        return {(name, piece): t.to(device) for name, t in made.items()}
+        return {(name, piece): _aligned(t.to(device)) for name, t in made.items()}
     absent = {n: next(iter(tensors.values())) for n in top_table(whole) if n not in tensors}
     made = top_weights(SimpleNamespace(top=lambda: tensors | absent), config)
-    return {(name, None): t.to(device) for name, t in made.items() if name.startswith("embed") == (piece == EMBED)}
+    if piece == EMBED:
+        return {("embed.w", None): made["embed.w"].to(device)}
+    return {(name, None): _aligned(t.to(device)) for name, t in made.items() if name != "embed.w"}
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """The tensor, or a copy where it begins at an odd place of a mapped file: kernels load 16 bytes at once."""
+    return t if t.data_ptr() % ALIGN == 0 else t.clone()
 
 
 def piece_state(config: Config, piece: Piece, lengths: Sequence[int], device) -> tuple[DecodeState, list[Request]]:

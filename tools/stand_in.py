@@ -39,7 +39,7 @@ SHAPES = {
     "deep": (replace(deep, name="deep"), "93 layers of tiny widths, in 24 MB"),
     "rank": (
         replace(k3_rank(8), name="rank", layers=3, mla_layers=(2,), experts=64, **BYTES),
-        "one layer of each kind at the widths of one of 8 ranks, with 64 experts, in 0.8 GB",
+        "one layer of each kind at the widths of one of 8 ranks, with 64 experts, in 1 GB",
     ),
 }
 PERIOD, GROUPS = 1_000_003, 8_191  # primes: drawn numbers repeat, rows do not (a tenth of the time)
@@ -170,33 +170,32 @@ class StandIn(RandomCheckpoint):
         return made
 
 
-def make(folder: str | Path, shape: str = "short", statistics: tuple[str, ...] = STATISTICS, seed: int = 0,
-         shards: int | None = None) -> Config:  # fmt: skip
-    """Write a stand-in into a folder that is empty or not there: its configuration.
+def make(folder: str | Path, config: Config, statistics: tuple[str, ...] = STATISTICS, seed: int = 0,
+         shards: int | None = None) -> None:  # fmt: skip
+    """Write a stand-in of `config` into a folder that is empty or not there.
 
     shards: about how many safetensors files (default: one for each layer). Raises CheckpointError for a folder that
-    holds anything, ValueError for an unknown shape or statistic.
+    holds anything, ValueError for an unknown statistic.
     """
-    if shape not in SHAPES:
-        raise ValueError(f"shape {shape!r}: allowed are {', '.join(SHAPES)}")
-    config, folder = SHAPES[shape][0], Path(folder)
-    source = StandIn(config, seed, statistics)
+    folder, source = Path(folder), StandIn(config, seed, statistics)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder}: is not empty; a stand-in is written into a new or an empty folder")
     table = expected(config)
     total = sum(prod(shape) * dtype.itemsize for shape, dtype in table.values())
     tensors = ((name, source._make(name, *spec)) for name, spec in table.items())
     write(folder, config, tensors, shard_bytes=total // (shards or config.layers) + 1)
-    return config
 
 
 def run(folder: str, shape: str, statistics: str, seed: int) -> dict:
-    """`k3 stand-in`: write, and say what was written."""
+    """`k3 stand-in`: write, and say what was written. Raises ValueError for an unknown shape or statistic."""
+    if shape not in SHAPES:
+        raise ValueError(f"shape {shape!r}: allowed are {', '.join(SHAPES)}")
     names = {"all": STATISTICS, "none": ()}.get(statistics)
     if names is None:
         names = tuple(dict.fromkeys(part.strip() for part in statistics.split(",")))
-    config = make(folder, shape, names, seed)
+    config, told = SHAPES[shape]
+    make(folder, config, names, seed)
     size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    text = f"{SHAPES[shape][1]}; statistics: {', '.join(names) or 'none'}; seed {seed}"
+    text = f"{told}; statistics: {', '.join(names) or 'none'}; seed {seed}"
     out.print(f"{folder}: {config.layers} layers in {size / 1e6:.0f} MB: {text}", markup=False)
     return dict(folder=str(folder), shape=shape, statistics=list(names), seed=seed, layers=config.layers, bytes=size)
