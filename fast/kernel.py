@@ -135,9 +135,9 @@ class Kernel:
         key = self, target
         if key not in _builds:
             code = self.code, target
-            if code not in _codes:
-                _codes[code] = _compile(self, target)
-            _builds[key] = replace(_codes[code], kernel=self)
+            if code not in COMPILED:
+                COMPILED[code] = _compile(self, target)
+            _builds[key] = replace(COMPILED[code], kernel=self)
         return _builds[key]
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -156,14 +156,17 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Build:
-    """What a Kernel compiled to. Everything is in memory; `sass` is None without nvdisasm (package or PATH)."""
+    """What a Kernel compiled to. Everything is in memory; `sass` is None without nvdisasm (package or PATH).
+
+    function: launches it; None where only the code was asked for (lower.py).
+    """
 
     kernel: Kernel
     target: str
     ptx: str
     cubin: bytes
     symbol: str
-    function: Callable = field(repr=False)
+    function: Callable | None = field(repr=False)
 
     @cached_property
     def sass(self) -> str | None:
@@ -177,7 +180,7 @@ class Build:
 
 
 _builds: dict[tuple[Kernel, str], Build] = {}
-_codes: dict[tuple[Kernel, str], Build] = {}  # by Kernel.code
+COMPILED: dict[tuple[Kernel, str], Build] = {}  # by Kernel.code
 _launched: set[tuple[Kernel, torch.device]] = set()
 
 
@@ -193,12 +196,12 @@ def _compile(kernel: Kernel, target: str) -> Build:
         lengths = {name: cute.sym_int32() for name in kernel.lengths}
         made = cute.compile[options](kernel.entry, *(a.fake(lengths) for a in kernel.args), *kernel.constants, stream)
         ptx, cubin = made.__ptx__, made.__cubin__
-    symbol = _check_ptx(kernel, ptx)
-    _check_launch(kernel, str(made.ir_module))
+    symbol = check_ptx(kernel, ptx)
+    check_launch(kernel, str(made.ir_module))
     return Build(kernel, target, ptx, cubin, symbol, made)
 
 
-def _check_ptx(kernel: Kernel, ptx: str) -> str:
+def check_ptx(kernel: Kernel, ptx: str) -> str:
     """The entry's name, after checking that the PTX has one entry, one pointer per Arg, and the stated block."""
     symbols = re.findall(r"\.entry\s+(\w+)\s*\(", ptx)
     if len(symbols) != 1:
@@ -211,10 +214,10 @@ def _check_ptx(kernel: Kernel, ptx: str) -> str:
     return symbols[0]
 
 
-def _check_launch(kernel: Kernel, host_ir: str) -> None:
+def check_launch(kernel: Kernel, host_ir: str) -> None:
     """Compare the stated launch configuration with the one the lowered host code passes to cudaLaunchKernelEx."""
     call = host_ir.index("llvm.call @_cudaLaunchKernelEx(")
-    stored = _stored_constants(host_ir[host_ir.rindex("\n  llvm.func", 0, call) : call])
+    stored = _stored_constants(host_ir[host_ir.rindex("llvm.func ", 0, call) : call])
     config = {path[1:]: value for path, value in stored.items()}
     attributes = {
         value: tuple(v for p, v in stored.items() if p[:-1] == (*path[:-1], "2") or p == (*path[:-1], "2"))

@@ -7,11 +7,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 
+from fast.lower import lower
+
 from . import cubin, ptx, sass
 from .rules import ERROR, QUALITY, RULES, UNPROVEN, Case, Finding, View
 from .values import parameters
 
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
+VIEWS_KEPT = 8  # readings of code in memory: those of one kernel, and some more
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,28 @@ class Report:
 
 def check(build) -> Report:
     """Check one Build (fast.kernel). Raises ToolMissing without nvdisasm, Unreadable for text it cannot read."""
-    return _check(build, cubin.disassemble([(build.cubin, build.symbol)], build.target)[0])
+    return _check(build, cubin.disassemble([(build.cubin, build.symbol)], build.target)[0], {})
 
 
-def _check(build, disassembly: str) -> Report:
+def _check(build, disassembly: str, views: dict) -> Report:
+    """views: what was made of equal texts before; two targets often have one."""
     kernel = build.kernel
     layout = cubin.parameters(build.cubin, build.symbol)
-    ptx_view = View(ptx.read(build.ptx, build.symbol))
-    sass_view = View(sass.read(disassembly, build.symbol, layout))
-    case = Case(kernel, build.target, ptx_view, sass_view)
+    ptx_key, sass_key = _body(build), (disassembly, layout)
+    if ptx_key not in views:
+        views[ptx_key] = View(ptx.read(build.ptx, build.symbol))
+    if sass_key not in views:
+        views[sass_key] = View(sass.read(disassembly, build.symbol, layout))
+    case = Case(kernel, build.target, views[ptx_key], views[sass_key])
     findings = [finding for rule in RULES for finding in rule(case)]
     seen = tuple(_seen(case, view, i) for view in case.views for i in sorted(view.values))
     return Report(kernel.name, build.target, _grouped(findings), seen)
+
+
+def _body(build) -> str:
+    """PTX without the names of the kernel and the target."""
+    named = re.sub(rf"\b{re.escape(build.symbol)}", "kernel", build.ptx)
+    return re.sub(r"^\.target .*$", "", named, flags=re.M)
 
 
 def _seen(case: Case, view: View, i: int) -> Seen:
@@ -95,16 +108,21 @@ def check_builds(builds: Sequence) -> list[Report]:
     """Check many Builds, in their order. Those whose PTX differs only in the kernel's name are checked once."""
 
     def key(build) -> tuple:
-        body = re.sub(rf"\b{re.escape(build.symbol)}", "kernel", build.ptx)
-        return build.target, body, build.kernel.pdl, tuple((a.name, a.role) for a in build.kernel.args)
+        return build.target, _body(build), build.kernel.pdl, tuple((a.name, a.role) for a in build.kernel.args)
 
-    unique = {key(build): build for build in builds}
-    reports: dict[tuple, Report] = {}
+    keys = list(map(key, builds))
+    unique = dict(zip(keys, builds, strict=True))
+    texts: dict[tuple, str] = {}
     for target in dict.fromkeys(b.target for b in builds):
         some = {k: b for k, b in unique.items() if b.target == target}
-        texts = cubin.disassemble([(b.cubin, b.symbol) for b in some.values()], target)
-        reports.update({k: _check(b, text) for (k, b), text in zip(some.items(), texts, strict=True)})
-    return [_renamed(reports[key(build)], build.kernel.name) for build in builds]
+        texts |= zip(some, cubin.disassemble([(b.cubin, b.symbol) for b in some.values()], target), strict=True)
+    reports: dict[tuple, Report] = {}
+    views: dict = {}
+    for k, build in unique.items():
+        if len(views) > VIEWS_KEPT:
+            views.clear()
+        reports[k] = _check(build, texts[k], views)
+    return [_renamed(reports[k], build.kernel.name) for k, build in zip(keys, builds, strict=True)]
 
 
 def _renamed(report: Report, kernel: str) -> Report:
@@ -114,18 +132,21 @@ def _renamed(report: Report, kernel: str) -> Report:
 def check_kernels(kernels: Iterable, targets: Sequence[str] = TARGETS, jobs: int = 1) -> list[Report]:
     """Compile and check every kernel for every target that it is for: a Report each, kernel by kernel.
 
-    jobs: processes to share the work (compiling takes most of it); with more than one, entries have to be functions
-    of importable modules.
+    Kernels that share their code (Kernel.code) are compiled and checked once. jobs: processes to share the work, this
+    one included; with more than one, entries have to be functions of importable modules.
     """
     kernels = list(kernels)
-    if jobs == 1 or len(kernels) < 2:
-        return check_builds([kernel.compile(target) for kernel in kernels for target in _served(kernel, targets)])
-    shares = [kernels[n::jobs] for n in range(jobs)]
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        done = list(pool.map(check_kernels, shares, [tuple(targets)] * jobs))
-    reports = list(map(iter, done))
-    return [next(reports[n % jobs]) for n, kernel in enumerate(kernels) for _ in _served(kernel, targets)]
+    first = {kernel.code: kernel for kernel in reversed(kernels)}
+    shares = [list(first.values())[n::jobs] for n in range(min(jobs, len(first)))]
+    with ProcessPoolExecutor(max(1, len(shares) - 1), get_context("spawn")) as pool:
+        others = [pool.submit(_share, share, tuple(targets)) for share in shares[1:]]
+        done = [_share(share, tuple(targets)) for share in shares[:1]] + [other.result() for other in others]
+    reports = {k.code: r for share, made in zip(shares, done, strict=True) for k, r in zip(share, made, strict=True)}
+    return [_renamed(report, kernel.name) for kernel in kernels for report in reports[kernel.code]]
 
 
-def _served(kernel, targets: Sequence[str]) -> list[str]:
-    return [target for target in targets if target in kernel.archs]
+def _share(kernels: Sequence, targets: Sequence[str]) -> list[list[Report]]:
+    """The reports of each kernel."""
+    builds = [lower(kernel, [t for t in targets if t in kernel.archs]) for kernel in kernels]
+    reports = iter(check_builds([build for some in builds for build in some]))
+    return [[next(reports) for _ in some] for some in builds]

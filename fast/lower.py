@@ -1,0 +1,84 @@
+"""PTX and cubin of a kernel for several targets at once, without a host function: what proofs read.
+
+Tracing a kernel takes as long as compiling what was traced, and gives the same code for every target, apart from a
+message in host code that names the target. That this holds for an entry is not assumed: the first time, it is traced
+for every target and the device code compared. An entry whose traces differ is traced for each target every time.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .kernel import COMPILED, Build, Kernel, check_launch, check_ptx
+
+_alike: dict[tuple[Callable, tuple[str, ...]], bool] = {}  # whether an entry's traces for these targets were equal
+
+
+def lower(kernel: Kernel, targets: Sequence[str]) -> list[Build]:
+    """A Build for each target: that of `kernel.compile` if there is one, else its PTX and cubin without a function.
+
+    Raises NotImplementedError for a target that the kernel is not for, ValueError for a launch that is misstated.
+    """
+    if wrong := [t for t in targets if t not in kernel.archs]:
+        raise NotImplementedError(f"{kernel.name}: target {wrong[0]!r}; allowed are {', '.join(kernel.archs)}")
+    made = {t: replace(COMPILED[kernel.code, t], kernel=kernel) for t in targets if (kernel.code, t) in COMPILED}
+    made |= {b.target: b for b in _lowered(kernel, tuple(t for t in targets if t not in made))}
+    return [made[target] for target in targets]
+
+
+def _lowered(kernel: Kernel, targets: tuple[str, ...]) -> list[Build]:
+    if not targets:
+        return []
+    key = kernel.entry, targets
+    if key not in _alike:
+        traced = [_traced(kernel, (target,)) for target in targets]
+        _alike[key] = len({code for code, _ in traced}) == 1
+        return [build for _, (build,) in traced]
+    if _alike[key]:
+        return _traced(kernel, targets)[1]
+    return [build for target in targets for build in _traced(kernel, (target,))[1]]
+
+
+def _traced(kernel: Kernel, targets: tuple[str, ...]) -> tuple[str, list[Build]]:
+    """Trace for the first target, compile for all of them: the traced device code and the Builds."""
+    import cutlass.cute as cute
+    from cutlass._mlir.passmanager import PassManager
+    from cutlass.base_dsl.compiler import DumpDir
+    from cutlass.cute.runtime import make_fake_stream
+
+    device_code, host_code = "", {}
+
+    def compile_for_the_others(dsl, module, name: str) -> None:
+        nonlocal device_code
+        if len(targets) == 1:  # to be compared
+            device_code = next(str(op) for op in module.body.operations if op.operation.name == "gpu.module")
+        pipeline = dsl.preprocess_pipeline(dsl._get_pipeline(None), targets[0])
+        for target in targets[1:]:
+            copy = module.operation.clone()
+            passes = PassManager.parse(pipeline.replace(targets[0], target))
+            passes.enable_verifier(False)  # as the DSL does
+            passes.run(copy)
+            host_code[target] = functions(copy.regions[0].blocks[0].operations)
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = cute.KeepPTX(), cute.KeepCUBIN(), cute.GPUArch(targets[0]), DumpDir(folder)
+        lengths = {name: cute.sym_int32() for name in kernel.lengths}
+        made = cute.compile[options](
+            kernel.entry, *(a.fake(lengths) for a in kernel.args), *kernel.constants, make_fake_stream(),
+            trace_finalize_hooks=compile_for_the_others,
+        )  # fmt: skip
+        host_code[targets[0]] = functions(made.ir_module.body.operations)
+        files = {t: {p.suffix: p.read_bytes() for p in Path(folder).glob(f"*.{t}.*")} for t in targets}
+    builds = []
+    for target in targets:
+        ptx = files[target][".ptx"].decode().rstrip("\0")
+        symbol = check_ptx(kernel, ptx)
+        check_launch(kernel, host_code[target])
+        builds.append(Build(kernel, target, ptx, files[target][".cubin"], symbol, None))
+    return device_code, builds
+
+
+def functions(operations) -> str:
+    """The text of a lowered module's functions; the device code stands in a constant beside them, and is long."""
+    return "\n".join(str(op) for op in operations if op.operation.name == "llvm.func")
