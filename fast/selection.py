@@ -166,12 +166,16 @@ def divide(plan: Plan, selection: Selection, known: Mapping[str, Implementation]
 
 
 def _unit(plan: Plan, i: int, chosen: Sequence[str], known: Mapping[str, Implementation], device: torch.device) -> Unit:
-    names = [s.stage.name for s in plan.steps[i : i + 8]]
+    steps = plan.steps[i : i + 8]
+    names = tuple(s.stage.name for s in steps)
+    bases = tuple(s.stage.base or s.stage.name for s in steps)  # what a twin of the usual state would match
     reason = "no twin"
     spans = [(span, impl) for impl in known.values() for span in impl.spans]
     for span, impl in sorted(spans, key=lambda c: len(c[0]), reverse=True):
         n = len(span)
-        if tuple(names[:n]) != span:
+        if names[:n] != span:
+            if bases[:n] == span:
+                reason = f"{impl.name} has no form for {next(a for a in names if a not in span)}"
             continue
         picks = set(chosen[i : i + n])
         if picks == {impl.name} or (picks == {"fast"} and impl.name in TWINS):

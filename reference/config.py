@@ -4,11 +4,18 @@ Source: SPEC.md section 1 (fields), section 12.3 and 13 (what a rank holds).
 """
 
 from dataclasses import dataclass, replace
+from math import isfinite
+
+CACHES, KDA_STATES = ("bf16", "fp8"), ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class Config:
-    """One model. Widths are element counts; layer indices are 0-based."""
+    """One model, and how its state is kept. Widths are element counts; layer indices are 0-based.
+
+    mla_cache, kda_state, cache_scale, query_scale choose the variants of SPEC.md 15; a checkpoint does not know them.
+    Raises ValueError for a value that is not allowed.
+    """
 
     name: str
     vocab: int
@@ -40,6 +47,19 @@ class Config:
     bos: int = 163584
     eos: int = 163586
     pad: int = 163839
+    mla_cache: str = "bf16"  # of MLA cache rows; "fp8": e4m3 with a scale per layer, the query likewise (SPEC.md 6)
+    kda_state: str = "fp32"  # of the recurrent state between steps; "bf16" rounds it once a step (SPEC.md 5.8)
+    cache_scale: float = 1.0  # fp8: what a stored 1.0 stands for, unless the weights say otherwise
+    query_scale: float = 1.0
+
+    def __post_init__(self):
+        for name, allowed in (("mla_cache", CACHES), ("kda_state", KDA_STATES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} {getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
+        for name in ("cache_scale", "query_scale"):
+            value = getattr(self, name)
+            if not (isfinite(value) and 2.0**-126 <= value < 2.0**128):  # it is kept in fp32
+                raise ValueError(f"{name} {value!r}: allowed are finite numbers above 0")
 
     @property
     def kda_width(self) -> int:

@@ -10,7 +10,7 @@ Source: SPEC.md 5; the derivation is ours and is tested against the token recurr
 import torch
 from torch.nn.functional import pad, silu
 
-from .kda import CONV, RECURRENCE, gates, unit_keys
+from .kda import CONV, RECURRENCE, RECURRENCE_BF16, gates, unit_keys
 
 CHUNK = 16
 
@@ -53,3 +53,10 @@ def recurrence(q, k, v, raw_g, b, A_log, dt_bias, slots, recurrent, *, num):
         S = S * decay[c] + u.mT @ k_leave[c]
     o = torch.stack(out).transpose(1, 2).flatten(0, 1)[:tokens]
     return dict(o=num.chain(o), recurrent=S[None])
+
+
+@RECURRENCE_BF16.prefill
+def recurrence_bf16(*tensors, num, **named):
+    """The same with a bf16 state: it is rounded once, behind the last token, and not after each as in single steps."""
+    made = recurrence(*tensors, num=num, **named)
+    return made | dict(recurrent=num.round(made["recurrent"]))

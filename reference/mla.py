@@ -3,6 +3,8 @@
 Source: SPEC.md 6. A cache row is [512 normed latent | 64 k_pe], shared by all heads.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from .stage import (
     Tensor_,
     activation,
     bf16,
+    f8,
     f32,
     i64,
     index,
@@ -102,6 +105,37 @@ def cache_write(kv_c, k_pe, slot_mapping, cache, *, num):
     return dict(cache=torch.cat([kv_c, k_pe], dim=-1))
 
 
+def _positive(name: str) -> Constraint:
+    """A scale is finite and above 0."""
+
+    def broken(tensors, dims):
+        value = float(tensors[name])
+        return None if 0 < value < float("inf") else f"{name} holds {value}; allowed are finite numbers above 0"
+
+    return Constraint(f"{name} > 0", broken, reads_values=True)
+
+
+CACHE_WRITE_FP8 = Stage(
+    "mla.cache_write_fp8",
+    "6.6",
+    axes=CACHE_WRITE.axes,
+    tensors=(
+        *(t for t in CACHE_WRITE.tensors if t.name != "cache"),
+        weight("cache_scale", "1", f32),
+        state("cache", "P B R", f8, rows="slot_mapping", paged=True),
+    ),
+    constraints=(*CACHE_WRITE.constraints, _positive("cache_scale")),
+    base=CACHE_WRITE.name,
+)
+
+
+@CACHE_WRITE_FP8.law
+def cache_write_fp8(kv_c, k_pe, slot_mapping, cache_scale, cache, *, num):
+    """The row over its scale, rounded to e4m3; latent and k_pe share the scale."""
+    row = num.up(torch.cat([kv_c, k_pe], dim=-1))
+    return dict(cache=num.round8(row / num.up(cache_scale)))
+
+
 def _lens_fit(tensors, dims):
     longest = int(tensors["lens"].max())
     room = dims["J"] * dims["B"]
@@ -147,9 +181,8 @@ def attend(q: Tensor, rows: Tensor, seen: Tensor, scale: float, num: Numerics) -
     return o, (top + total.log()).squeeze(-1)
 
 
-@ATTENTION.law
-def attention(q_lat, block_table, lens, cache, *, scale, num):
-    """Each token attends to the first lens[t] rows of its pages. lse [T, H] is in base e."""
+def paged(q_lat, block_table, lens, cache, scale, num) -> tuple[Tensor, Tensor]:
+    """Each token attends to the first lens[t] rows of its pages: output [T, H, 512], base-e LSE [T, H]."""
     rows = block_table.shape[1] * cache.shape[1]
     at = torch.arange(rows, device=lens.device)
     step = max(1, GATHER_ELEMENTS // (rows * 576))
@@ -158,12 +191,11 @@ def attention(q_lat, block_table, lens, cache, *, scale, num):
         for q, table, n in zip(q_lat.split(step), block_table.split(step), lens.split(step), strict=True)
     ]
     o, lse = (torch.cat(p) for p in zip(*parts, strict=True))
-    return dict(o_lat=num.round(o), lse=lse)
+    return o, lse
 
 
-@ATTENTION.prefill
-def causal(q_lat, block_table, lens, cache, *, scale, num):
-    """Tokens of one request: block_table [1, J]; lens [T] grows by one per token, so the mask is causal."""
+def causal(q_lat, block_table, lens, cache, scale, num) -> tuple[Tensor, Tensor]:
+    """The same for tokens of one request: block_table [1, J]; lens [T] grows by one per token: the mask is causal."""
     rows = cache[block_table[0].long()].flatten(0, 1)
     at, parts = torch.arange(len(rows), device=lens.device), []
     for q, n in zip(q_lat.split(128), lens.split(128), strict=True):
@@ -171,7 +203,49 @@ def causal(q_lat, block_table, lens, cache, *, scale, num):
         seen = (at[:last] < n[:, None]).repeat_interleave(q.shape[1], dim=0)  # [128 * H, last]
         parts.append(attend(q.flatten(0, 1), rows[:last], seen, scale, num))
     o, lse = (torch.cat(p).unflatten(0, (len(q_lat), -1)) for p in zip(*parts, strict=True))
+    return o, lse
+
+
+@ATTENTION.law
+def attention(q_lat, block_table, lens, cache, *, scale, num, walk=paged):
+    """One rounding, of the output. lse [T, H] is in base e."""
+    o, lse = walk(q_lat, block_table, lens, cache, scale, num)
     return dict(o_lat=num.round(o), lse=lse)
+
+
+ATTENTION_FP8 = Stage(
+    "mla.attention_fp8",
+    "6.7",
+    axes=ATTENTION.axes,
+    tensors=(
+        activation("q_lat", "T H R"),
+        weight("query_scale", "1", f32),
+        weight("cache_scale", "1", f32),
+        index("block_table", "T J"),
+        index("lens", "T"),
+        Tensor_("cache", ("P", "B", "R"), f8, Role.STATE),
+        output("o_lat", "T H L"),
+        output("lse", "T H", f32),
+    ),
+    constraints=(*ATTENTION.constraints, _positive("query_scale"), _positive("cache_scale")),
+    attrs=ATTENTION.attrs,
+    flops=ATTENTION.flops,
+    traffic=lambda d, attrs: d["T"] * (d["J"] * d["B"] * 576 + 2 * d["H"] * (576 + LATENT)),
+    base=ATTENTION.name,
+)
+
+
+@ATTENTION_FP8.law
+def attention_fp8(q_lat, query_scale, cache_scale, block_table, lens, cache, *, scale, num, walk=paged):
+    """Queries over their scale are rounded to e4m3, too; both scales multiply the scores, the cache's the output."""
+    q_scale, c_scale = num.up(query_scale), num.up(cache_scale)
+    q = num.round8(num.up(q_lat) / q_scale)
+    o, lse = walk(q, block_table, lens, cache, scale * q_scale * c_scale, num)
+    return dict(o_lat=num.round(o * c_scale), lse=lse)
+
+
+ATTENTION.prefill(partial(attention, walk=causal))
+ATTENTION_FP8.prefill(partial(attention_fp8, walk=causal))
 
 
 V_UP = Stage(

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 MODES = ("exact", "fused", "unfused")
+E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """A precision mode. Laws call its three functions; nothing else in a law changes a dtype."""
+    """A precision mode. Laws call its functions; nothing else in a law changes a dtype."""
 
     mode: str
 
@@ -33,6 +34,10 @@ class Numerics:
     def round(self, x: Tensor) -> Tensor:
         """A production rounding point: to bf16, except in `exact`."""
         return x if self.mode == "exact" else x.to(torch.bfloat16)
+
+    def round8(self, x: Tensor) -> Tensor:
+        """A production rounding point to fp8 e4m3: nearest even, saturating at 448, NaN kept; none in `exact`."""
+        return x if self.mode == "exact" else x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
     def chain(self, x: Tensor) -> Tensor:
         """A rounding that exists only between kernels of the unfused chain; the value stays in the compute type."""

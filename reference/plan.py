@@ -127,7 +127,8 @@ def _kda(c: Config, layer: int, add, w, out: Ref) -> None:
     add(layer, kda.GATE_PROJ, x=proj(4 * C, 4 * C + 128), w=w("kda.gate_proj.w"), out=act("raw_g"))
     add(layer, kda.CONV, x=proj(0, 3 * C), conv_weight=w("kda.conv_weight"), slots=slots, conv=state("conv"),
         q=act("q"), k=act("k"), v=act("v"))  # fmt: skip
-    add(layer, kda.RECURRENCE, q=act("q"), k=act("k"), v=act("v"), raw_g=act("raw_g"),
+    recurrence = kda.RECURRENCE_BF16 if c.kda_state == "bf16" else kda.RECURRENCE
+    add(layer, recurrence, q=act("q"), k=act("k"), v=act("v"), raw_g=act("raw_g"),
         b=proj(4 * C + 128, 4 * C + 128 + H), A_log=w("kda.A_log"), dt_bias=w("kda.dt_bias"), slots=slots,
         recurrent=state("recurrent"), o=act("o"))  # fmt: skip
     add(layer, kda.OUT_NORM, o=act("o"), gate=proj(3 * C, 4 * C), w_o_norm=w("kda.w_o_norm"), out=act("heads"))
@@ -142,16 +143,14 @@ def _mla(c: Config, layer: int, add, w, out: Ref) -> None:
         w_kv_norm=w("mla.w_kv_norm"), q_c=act("q_c"), kv_c=act("kv_c"))  # fmt: skip
     add(layer, mla.Q_B, x=act("q_c"), w=w("mla.q_b.w"), out=act("q_heads"))
     add(layer, mla.ABSORB, q=act("q_heads"), w_uk=w("mla.w_uk"), q_lat=act("q_lat"))
-    add(
-        layer,
-        mla.CACHE_WRITE,
-        kv_c=act("kv_c"),
-        k_pe=qkv(Q + L, Q + c.kv_row),
-        slot_mapping=ix("slot_mapping"),
-        cache=cache,
-    )
-    add(layer, mla.ATTENTION, dict(scale=c.softmax_scale), q_lat=act("q_lat"), block_table=ix("block_table"),
-        lens=ix("lens"), cache=cache, o_lat=act("o_lat"), lse=act("lse"))  # fmt: skip
+    write, attend, scales, both = mla.CACHE_WRITE, mla.ATTENTION, {}, {}
+    if c.mla_cache == "fp8":
+        write, attend, scales = mla.CACHE_WRITE_FP8, mla.ATTENTION_FP8, dict(cache_scale=w("mla.cache_scale"))
+        both = scales | dict(query_scale=w("mla.query_scale"))
+    add(layer, write, kv_c=act("kv_c"), k_pe=qkv(Q + L, Q + c.kv_row), slot_mapping=ix("slot_mapping"), cache=cache,
+        **scales)  # fmt: skip
+    add(layer, attend, dict(scale=c.softmax_scale), q_lat=act("q_lat"), block_table=ix("block_table"),
+        lens=ix("lens"), cache=cache, o_lat=act("o_lat"), lse=act("lse"), **both)  # fmt: skip
     add(layer, mla.V_UP, o_lat=act("o_lat"), w_uv=w("mla.w_uv"), v=act("v_heads"))
     add(layer, mla.GATE_PROJ, x=act("x"), w=w("mla.gate_proj.w"), out=act("gate"))
     add(layer, mla.OUT_GATE, v=act("v_heads"), gate=act("gate"), out=act("heads"))

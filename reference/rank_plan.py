@@ -204,7 +204,8 @@ class _Rewrite:
 RULES = {
     "embed": _Rewrite.embed, "kda.o_proj": _Rewrite.row_parallel, "mla.o_proj": _Rewrite.row_parallel,
     "mlp.down": _Rewrite.row_parallel, "attn_res.pre": _Rewrite.residual, "attn_res.post": _Rewrite.residual,
-    "attn_res.final": _Rewrite.residual, "mla.attention": _Rewrite.attention, "moe.router": _Rewrite.router,
+    "attn_res.final": _Rewrite.residual, "mla.attention": _Rewrite.attention,
+    "mla.attention_fp8": _Rewrite.attention, "moe.router": _Rewrite.router,
     "moe.topk": _Rewrite.topk, "moe.latent_down": _Rewrite.latent_down, "moe.finalize": _Rewrite.finalize,
     "moe.latent_norm": _Rewrite.latent_norm, "moe.shared_down": _Rewrite.shared_down,
     "moe.combine": _Rewrite.combine, "head.logits": _Rewrite.logits,

@@ -41,6 +41,8 @@ class SpecState:
     def __init__(self, base: DecodeState, *, form: str = "slots", drafts: int = 7, draft: DraftConfig | None = None):
         if form not in FORMS or drafts < 1:
             raise ContractError(f"form {form!r} with {drafts} drafts: allowed are {', '.join(FORMS)}, 1 and more")
+        if base.config.kda_state != "fp32":  # one rounding a step here, one a commit there: other tokens
+            raise ContractError(f"speculation over a {base.config.kda_state} KDA state; allowed is fp32")
         if draft is not None:
             fits(draft, base.config)
             if draft.block != drafts:

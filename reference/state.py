@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import Config
 from .numerics import Numerics, fused
-from .stage import ContractError, bf16, f32
+from .stage import ContractError, bf16, f8, f32
 
 PAGED = {"cache"}  # named by layer; the rest is addressed by slot
 
@@ -31,8 +31,8 @@ class DecodeState:
     """KDA state and convolution windows by slot, latent cache by page.
 
     recurrent [slots, H, 128 (V), 128 (K)] fp32 and conv [slots, 3, 3C] bf16 per KDA layer; cache [pages, page_size,
-    576] bf16 per MLA layer (float64 throughout in `exact`). `order` permutes slots and pages, so that neighbours in
-    memory are not neighbours in a batch.
+    576] bf16 per MLA layer (float64 throughout in `exact`). The configuration may ask for a bf16 recurrent state or an
+    e4m3 cache. `order` permutes slots and pages, so that neighbours in memory are not neighbours in a batch.
     """
 
     def __init__(self, config: Config, *, slots: int, pages: int, page_size: int = 16, num: Numerics = fused,
@@ -44,14 +44,14 @@ class DecodeState:
         self.config, self.page_size, self.num = config, page_size, num
         self.tensors: dict[tuple[str, int], Tensor] = {}
         shapes = {
-            "recurrent": ((slots, config.heads, 128, 128), f32),
-            "conv": ((slots, config.conv - 1, 3 * config.kda_width), bf16),
-            "cache": ((pages, page_size, config.kv_row), bf16),
+            "recurrent": (slots, config.heads, 128, 128),
+            "conv": (slots, config.conv - 1, 3 * config.kda_width),
+            "cache": (pages, page_size, config.kv_row),
         }
         for layer in range(config.layers):
             for name in ("cache",) if config.is_mla(layer) else ("recurrent", "conv"):
-                shape, dtype = shapes[name]
-                self.tensors[name, layer] = torch.zeros(shape, dtype=num.storage(dtype), device=device)
+                dtype = num.storage(self.dtype(name))
+                self.tensors[name, layer] = torch.zeros(shapes[name], dtype=dtype, device=device)
         shuffle = torch.Generator().manual_seed(order or 0)
         ids = (lambda n: (torch.randperm(n - 1, generator=shuffle) + 1).tolist()) if order is not None else (
             lambda n: list(range(n - 1, 0, -1)))  # fmt: skip
@@ -60,6 +60,13 @@ class DecodeState:
     @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What production keeps a state tensor in."""
+        return dict(
+            recurrent=bf16 if self.config.kda_state == "bf16" else f32, conv=bf16,
+            cache=f8 if self.config.mla_cache == "fp8" else bf16,
+        )[name]  # fmt: skip
 
     def open(self) -> Request:
         """A new request with a zeroed slot. Raises ContractError when every slot is taken."""
@@ -99,8 +106,9 @@ class DecodeState:
         """A copy in another mode's storage dtypes."""
         twin = self.clone()
         twin.num = num
-        twin.tensors = {k: t.to(torch.float64 if num.mode == "exact" else (bf16, f32)[k[0] == "recurrent"])
-                        for k, t in twin.tensors.items()}  # fmt: skip
+        for key, t in twin.tensors.items():
+            dtype = num.storage(self.dtype(key[0]))
+            twin.tensors[key] = num.round8(num.up(t)) if dtype is f8 else t.to(dtype)
         return twin
 
     def poison(self, keep: list[Request] = ()) -> None:

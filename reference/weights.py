@@ -83,7 +83,7 @@ def _kda(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
 
 def _mla(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     kv_b = t["kv_b_proj.weight"].unflatten(0, (config.heads, config.nope + config.v_dim))  # [H, 256, 512]
-    return {
+    made = {
         "mla.qkv_a.w": torch.cat((t["q_a_proj.weight"], t["kv_a_proj_with_mqa.weight"])),  # [q_lora + 576, D]
         "mla.w_q_norm": t["q_a_layernorm.weight"],
         "mla.w_kv_norm": t["kv_a_layernorm.weight"],
@@ -93,6 +93,9 @@ def _mla(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
         "mla.gate_proj.w": t["g_proj.weight"],  # [C, D]
         "mla.o_proj.w": t["o_proj.weight"],  # [D, C]
     }
+    if config.mla_cache == "fp8":
+        made |= {f"mla.{name}": torch.tensor([getattr(config, name)]) for name in ("cache_scale", "query_scale")}
+    return made
 
 
 def _moe(t: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
