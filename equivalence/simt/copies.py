@@ -21,10 +21,10 @@ def _cp_async(g, op: Op, I) -> None:
         o = g.global_at(op, I[some], g.address(op.more["source"], I)[some], n)
         data[some] = g.load_global(op, I[some], o, n)
         if g.machine.races:
-            g.machine.races.load(g, op, I[some], o, n)
+            g.machine.races.copied(g, op, I[some], o, n, False, "global", False)
     data[np.arange(n) >= size[:, None]] = 0
     if g.machine.races:
-        g.machine.races.shared(g, op, I, to, n, True, pending=True)
+        g.machine.races.copied(g, op, I, to, n, True, "shared", False)
     g.open.append((I, to, data))
 
 
@@ -42,10 +42,10 @@ def _taken(g, I) -> list:
 
 
 def _land(g, copies: list) -> None:
-    for lanes, to, data in copies:
+    for _, to, data in copies:
         g.smem[to[:, None] + np.arange(data.shape[1])] = data
         if g.machine.races:
-            g.machine.races.landed(g, lanes, to, data.shape[1])
+            g.machine.races.landed(g, to, data.shape[1])
 
 
 def _cp_commit(g, op: Op, I) -> None:
@@ -69,10 +69,7 @@ def _cp_arrive(g, op: Op, I) -> None:
     copies = _taken(g, I)
     for lane, offset in zip(I.tolist(), offsets.tolist(), strict=True):
         own = [(ls[m], to[m], d[m]) for ls, to, d in copies if (m := ls == lane).any()]
-        bar = g.mbar(op, lane, offset)
-        g.late(bar, op, lane, own, 1, 0)
-        if g.machine.races:
-            g.machine.races.publish(g, bar, lane)
+        g.late(g.mbar(op, lane, offset), op, lane, own, 1, 0)
 
 
 def _bulk(g, op: Op, I) -> None:
@@ -89,9 +86,8 @@ def _bulk(g, op: Op, I) -> None:
             g.global_at(op, one, source[k : k + 1] + np.uint64(n - 16), 16)
             copies = [(one, to[k : k + 1], g.load_global(op, one, o, n))]
             if g.machine.races:
-                g.machine.races.load(g, op, one, o, n)
-                g.machine.races.shared(g, op, one, to[k : k + 1], n, True, pending=True)
-                g.machine.races.publish(g, bar, lane)
+                g.machine.races.copied(g, op, one, o, n, False, "global", True)
+                g.machine.races.copied(g, op, one, to[k : k + 1], n, True, "shared", True)
         g.late(bar, op, lane, copies, 0, -n)
 
 
@@ -106,6 +102,8 @@ def _bulk_store(g, op: Op, I) -> None:
             o = g.global_at(op, one, to[k : k + 1], 16)
             g.global_at(op, one, to[k : k + 1] + np.uint64(n - 16), 16)
             g.stores.setdefault(lane, deque([[]]))[-1].append(_Out(op, one, source[k : k + 1], o, n))
+            if g.machine.races:
+                g.machine.races.use(g, op, lane, int(source[k]), n)
 
 
 class _Out:
@@ -117,10 +115,14 @@ class _Out:
     def read(self, g) -> None:
         if self.data is None:
             self.data = g.smem[self.source[:, None] + np.arange(self.n)]
+            if g.machine.races:
+                g.machine.races.used(g, self.op, int(self.lane[0]), int(self.source[0]), self.n)
 
     def land(self, g) -> None:
         self.read(g)
         g.store_global(self.lane, self.to, self.data)
+        if g.machine.races:
+            g.machine.races.copied(g, self.op, self.lane, self.to, self.n, True, "global", True)
 
 
 def _bulk_commit(g, op: Op, I) -> None:
@@ -150,18 +152,16 @@ def _st_async(g, op: Op, I) -> None:
     to = g.shared_at(op, I, g.address(op.at, I), n, n, anywhere=True)
     bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
     if g.machine.races:
-        g.machine.races.shared(g, op, I, to, n, True, pending=True)
+        g.machine.races.copied(g, op, I, to, n, True, "shared", False)
     for k, lane in enumerate(I.tolist()):
         bar = g.mbar(op, lane, int(bars[k]))
         g.late(bar, op, lane, [(I[k : k + 1], to[k : k + 1], data[k : k + 1])], 0, -n)
-        if g.machine.races:
-            g.machine.races.publish(g, bar, lane)
 
 
 def _mbar_init(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
     for offset, n in zip(offsets.tolist(), g.read(op.args[0], I).tolist(), strict=True):
-        g.mbars[offset] = dict(expected=n, left=n, tx=0, phase=0, late=[], clock=None)
+        g.mbars[offset] = dict(expected=n, left=n, tx=0, phase=0, late=[], known=None, done=None)
 
 
 def _mbar_arrive(g, op: Op, I) -> None:
@@ -169,11 +169,8 @@ def _mbar_arrive(g, op: Op, I) -> None:
     counts, tx = (g.read(a, I).tolist() for a in op.args)
     for lane, offset, n, t in zip(I.tolist(), offsets.tolist(), counts, tx, strict=True):
         bar = g.mbar(op, lane, offset)
-        if g.machine.races:
-            g.machine.races.publish(g, bar, lane)
-        if t:
-            bar["tx"] += t
-        g.arrive(op, lane, bar, n, 0)
+        bar["tx"] += t
+        g.arrive(op, lane, bar, n, 0, g.clocks.snapshot(lane) if g.clocks and n else None)
 
 
 def _mbar_wait(g, op: Op, I) -> None:
@@ -182,12 +179,12 @@ def _mbar_wait(g, op: Op, I) -> None:
     for k, (lane, offset) in enumerate(zip(I.tolist(), offsets.tolist(), strict=True)):
         bar = g.mbar(op, lane, offset)
         while bar["phase"] == parity[k] and bar["late"]:
-            own, issuer, copies, n, tx = bar["late"].pop(0)
+            own, issuer, copies, n, tx, known = bar["late"].pop(0)
             _land(g, copies)
-            g.arrive(own, issuer, bar, n, tx)
+            g.arrive(own, issuer, bar, n, tx, known)
         passed[k] = bar["phase"] != parity[k]
-        if passed[k] and g.machine.races:
-            g.machine.races.observe(g, bar, lane)
+        if passed[k] and g.clocks:
+            g.clocks.absorb(lane, bar["done"])
     g.failed[I[~passed]] = g.events
     g.write(op.out[0], "pred", I, passed)
 

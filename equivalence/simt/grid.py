@@ -5,6 +5,8 @@ from collections import deque
 import numpy as np
 
 from .arena import merged, spans
+from .clocks import Clocks, Known
+from .clocks import merged as merged_knowledge
 from .copies import finish
 from .hoist import free_loads
 from .ir import Address, Code, Const, Op, Read, Reg, Shared
@@ -32,6 +34,8 @@ class Grid:
         self.free = free_loads(code) if machine.adversarial or machine.watch_races else set()
         self.last_run, self.clock = np.zeros(len(code.blocks), np.int64), 0
         self.started = self.finished = False
+        self.clocks: Clocks | None = None  # with a race detector, while it runs
+        self.line = 0  # of the operation that is executed
 
     # ---- life
 
@@ -76,7 +80,7 @@ class Grid:
         self.before = machine.arena.mem.copy() if machine.adversarial else None
         self.stale = pending[0].before.copy() if pending else None
         if machine.races:
-            machine.races.begin(self, pending)
+            machine.races.begin(self)
 
     def triggered_by_all(self) -> bool:
         return bool((self.triggered | (self.pc >= EXITED)).all())
@@ -115,7 +119,10 @@ class Grid:
             if self.machine.races:
                 self.machine.races.pdl_wait(self, lanes)
         together = ((self.pc >= EXITED) | ((self.pc >= PARKED) & (self.why == WARP))).reshape(-1, 32).all(1)
-        self.pc[(lanes := parked[why == WARP])[together[lanes // 32]]] -= PARKED
+        lanes = (lanes := parked[why == WARP])[together[lanes // 32]]
+        self.pc[lanes] -= PARKED
+        if len(lanes) and self.machine.races:
+            self.machine.races.warps(self, np.unique(lanes // 32))
         self.settle_cluster()
         lanes = parked[why == CLUSTER]
         lanes = lanes[self.cluster_phase[self.cluster[lanes]] >= self.target[lanes]]
@@ -153,6 +160,7 @@ class Grid:
                 I = lanes[self.registers[op.guard[0].name][lanes] == op.guard[1]]
                 if not len(I):
                     continue
+            self.line = op.line
             OPERATIONS[op.kind](self, op, I)
 
     # ---- operands
@@ -160,6 +168,8 @@ class Grid:
     def read(self, r: Read, I):
         source, kind = r.source, DTYPES[r.type]
         if isinstance(source, Reg):
+            if source.name in self.flight.uses:
+                self.flight.touch(source.name, I, False)
             v = self.registers[source.name][I]
             if source.width == 1:
                 return v
@@ -179,6 +189,8 @@ class Grid:
     def write(self, out: Reg | None, kind: str, I, value) -> None:
         if out is None:
             return
+        if out.name in self.flight.uses:
+            self.flight.touch(out.name, I, True)
         if out.width == 1:
             self.registers[out.name][I] = value
             return
@@ -267,14 +279,16 @@ class Grid:
     def late(self, bar: dict, *copy) -> None:
         """An arrival that comes with the bytes of copies: (operation, lane, copies, arrivals, bytes)."""
         self.events += 1
-        bar["late"].append(copy)
+        bar["late"].append((*copy, self.clocks.snapshot(copy[1]) if self.clocks else None))
 
-    def arrive(self, op: Op, lane: int, bar: dict, n: int, tx: int) -> None:
+    def arrive(self, op: Op, lane: int, bar: dict, n: int, tx: int, known: Known | None) -> None:
         if n > bar["left"]:
             raise self.fault(op.line, lane, "more arrivals than the barrier expects")
         self.events += 1
         bar["left"] -= n
         bar["tx"] += tx
+        bar["known"] = merged_knowledge(bar["known"], known)
         if not bar["left"] and not bar["tx"]:
             bar["phase"] ^= 1
             bar["left"] = bar["expected"]
+            bar["done"], bar["known"] = merged_knowledge(bar["done"], bar["known"]), None

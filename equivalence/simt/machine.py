@@ -88,14 +88,15 @@ class Machine:
         ready = low < PARKED
         if not ready.any():
             return False
-        if self.warps == "last":
+        g.clock += 1
+        fair = g.clock % FAIR == 0
+        if self.warps == "last" and not fair:
             ready[: np.flatnonzero(ready)[-1]] = False
         elif self.warps == "random" and ready.sum() > 1:
             keep = self.rng.random(len(ready)) < 0.5
             ready = ready & keep if (ready & keep).any() else ready
         blocks = np.unique(low[ready])
-        g.clock += 1
-        block = int(min(blocks, key=lambda b: g.last_run[b])) if g.clock % FAIR == 0 else int(blocks[0])
+        block = int(min(blocks, key=lambda b: g.last_run[b])) if fair else int(blocks[0])
         g.last_run[block] = g.clock
         lanes = np.flatnonzero((pc == block) & np.repeat(ready & (low == block), 32))
         g.execute(block, lanes)

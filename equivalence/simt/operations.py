@@ -31,13 +31,11 @@ def _load(g, op: Op, I) -> None:
     elif op.more["space"] == "global":
         o = g.global_at(op, I, g.address(op.at, I), size * n)
         data = g.load_global(op, I, o, size * n)
-        if g.machine.races:
-            g.machine.races.load(g, op, I, o, size * n)
     else:
         o = g.shared_at(op, I, g.address(op.at, I), size * n, size * n)
         data = g.smem[o[:, None] + np.arange(size * n)]
-        if g.machine.races:
-            g.machine.races.shared(g, op, I, o, size * n, False)
+    if g.machine.races and op.more["space"] != "param":
+        g.machine.races.access(g, op, I, o, size * n, False)
     words = np.ascontiguousarray(data).view(UNSIGNED[size * 8])
     for i, out in enumerate(op.out):
         g.write(out, op.result, I, np.ascontiguousarray(words[:, i]).view(DTYPES[op.result]))
@@ -49,13 +47,11 @@ def _store(g, op: Op, I) -> None:
     if op.more["space"] == "global":
         o = g.global_at(op, I, g.address(op.at, I), n)
         g.store_global(I, o, data)
-        if g.machine.races:
-            g.machine.races.store(g, op, I, o, n)
     else:
         o = g.shared_at(op, I, g.address(op.at, I), n, n)
         g.smem[o[:, None] + np.arange(n)] = data
-        if g.machine.races:
-            g.machine.races.shared(g, op, I, o, n, True)
+    if g.machine.races:
+        g.machine.races.access(g, op, I, o, n, True, data)
 
 
 ATOMICS = {
@@ -81,7 +77,7 @@ def _atom(g, op: Op, I) -> None:
         memory[one] = np.array([new], kind).view(np.uint8)
         if g.stale is not None and is_global:
             g.stale[one] = memory[one]
-        if g.machine.races and is_global:
+        if g.machine.races:
             g.machine.races.atomic(g, op, I[k : k + 1], o[k : k + 1], size)
     g.write(op.out[0], op.result, I, old)
 
@@ -147,7 +143,7 @@ def _ldmatrix(g, op: Op, I) -> None:
     a = g.address(op.at, I).reshape(-1, 32)[:, : 8 * n].ravel()
     o = g.shared_at(op, rows.ravel(), a, 16, 16)
     if g.machine.races:
-        g.machine.races.shared(g, op, rows.ravel(), o, 16, False)
+        g.machine.races.shared_read(g, op, rows.ravel(), o, 16)
     tiles = g.smem[o[:, None] + np.arange(16)].view(np.uint16).reshape(-1, n, 8, 8)
     if op.more["trans"]:
         tiles = tiles.transpose(0, 1, 3, 2)
@@ -223,8 +219,8 @@ def _pdl(g, op: Op, I) -> None:
 
 
 def _fence(g, op: Op, I) -> None:
-    if g.machine.races and op.more["what"] == "memory":
-        g.machine.races.fence(g, I, op.more["scope"])
+    if g.machine.races:
+        g.machine.races.fence(g, op, I)
 
 
 OPERATIONS = {

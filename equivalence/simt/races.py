@@ -1,23 +1,33 @@
 """Happens-before: which accesses nothing orders, whatever order they happened to run in.
 
-Every warp has a vector clock over the warps of its grid, and a row that says of which earlier grids it has seen the
-end. Edges: bar.sync; cluster barriers with release; mbarrier arrivals to waits; release and acquire accesses, a fence
-with a relaxed access, chains of atomics; griddepcontrol.wait (the end of the grid before, and of those before it only
-if some thread of that one waited); a launch without PDL. A fence of every thread, then bar.sync, then one thread's
-signal counts as a release of all, as kernels are written.
+Every lane has a vector clock (`clocks`), and a row that says of which earlier grids it has seen the end. Edges:
+bar.sync and bar.warp.sync; cluster barriers with release; mbarrier arrivals to waits; release and acquire accesses, a
+fence with a relaxed access, chains of atomics; griddepcontrol.wait (the end of the grid before, and of those before it
+only if some thread of that one waited); a launch without PDL; wgmma.wait_group, which counts as a barrier of its warp.
+A fence of every thread, then bar.sync, then one thread's signal counts as a release of all, as kernels are written.
+Shuffles and votes order nothing.
 
-The shadow holds, per 2 bytes, the last write and two reads. A non-coherent load that may be lifted is judged as if it
-ran at kernel entry. An asynchronous copy that nobody has waited for is pending: touching its bytes is a race.
+wgmma and bulk copies access memory through the asynchronous proxy. A generic write must be put before them by a
+fence.proxy.async, of the writer or of anyone who knows of the write; a generic read before a bulk write only by an
+ordinary edge. Until its wait, a copy's destination and what a wgmma or a bulk store reads are in use: touching them
+is a race. So is touching a wgmma's registers, and a wgmma on registers written since the last wgmma.fence.
 
-Not seen: races between lanes of one warp; more than two unordered reads before a write may lose one; an arrival for
-the next phase of an mbarrier counts for this one; fences between generic and asynchronous accesses.
+The shadow holds, per 2 bytes, the last write and some reads: two in global memory, eight in shared memory (the first
+and the last lane of four warps). A non-coherent load that may be lifted is judged as if it ran at kernel entry.
+
+Not seen: more unordered reads before a write than the shadow holds may lose one; equal values that lanes of one warp
+write at once are no race; two proxies on an mbarrier itself.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from .clocks import ROWS, Clocks, Known, merged
+
 CELL = 2  # bytes
+IN_FLIGHT = "asynchronous write that nobody waited for"
+UNFENCED = "without fence.proxy.async"
 
 
 @dataclass(frozen=True)
@@ -34,16 +44,24 @@ class Race:
         return f"{self.kind}: {a} PTX line {i} and {b} PTX line {j} at {self.where}"
 
 
-class _Shadow:
-    def __init__(self, size: int):
-        n = size // CELL + 1
+class _Accesses:
+    """Per cell: lane + 1 (0: none), its clock then, PTX line, and whether it is relaxed or stronger."""
 
-        def ints(value=0):
-            return np.full(n, value, np.int32)
+    def __init__(self, n: int):
+        self.actor, self.epoch, self.line = (np.zeros(n, np.int32) for _ in range(3))
+        self.strong = np.zeros(n, bool)
 
-        self.writer, self.write_epoch, self.write_line, self.write_strong = ints(-1), ints(), ints(), np.zeros(n, bool)
-        self.readers = [(ints(-1), ints(), ints(), np.zeros(n, bool)) for _ in range(2)]
-        self.pending = np.zeros(n, bool)
+    def put(self, cells, actor, epoch, line, strong) -> None:
+        self.actor[cells], self.epoch[cells], self.line[cells], self.strong[cells] = actor + 1, epoch, line, strong
+
+
+class Shadow:
+    def __init__(self, size: int, readers: int):
+        self.cells = size // CELL + 1
+        self.write, self.reads = _Accesses(self.cells), _Accesses(self.cells * readers)
+        self.readers = readers
+        self.proxy, self.pending = np.zeros(self.cells, bool), np.zeros(self.cells, bool)
+        self.using, self.user = np.zeros(self.cells, np.int16), _Accesses(self.cells)  # operands of unfinished work
 
 
 class Races:
@@ -51,123 +69,209 @@ class Races:
         self.machine, self.names, self.count = machine, names, grids
         self.reports: list[Race] = []
         self._known: set = set()
-        self.memory = _Shadow(len(machine.arena.mem))
-        self.owner = np.zeros(0, np.int32)  # actor -> grid
-        self.sync: dict[int, tuple] = {}
+        self.memory = Shadow(len(machine.arena.mem), 2)
+        self.bases, self.begun = np.zeros(0, np.int64), []  # first lane of each grid, in the order of their starts
+        self.total = 0
+        self.sync: dict[int, tuple[Known, int, str, int]] = {}
 
     # ---- life of grids
 
-    def begin(self, g, pending) -> None:
-        n = g.size // 32
-        g.base, g.actors = len(self.owner), n
-        self.owner = np.concatenate([self.owner, np.full(n, g.index, np.int32)])
-        g.vc = np.zeros((n, n), np.int32)
-        np.fill_diagonal(g.vc, 1)
+    def begin(self, g) -> None:
+        g.base, self.total = self.total, self.total + g.size
+        self.bases = np.append(self.bases, g.base)
+        self.begun.append(g.index)
         g.entry = np.zeros(self.count, bool)
         if not g.kernel.pdl:
             g.entry[: g.index] = True
         elif g.index:
             g.entry |= self.machine.grids[g.index - 1].entry
-        g.seen = np.tile(g.entry, (n, 1))
-        g.released, g.acquired = {}, {}
-        g.cluster_clock = {}
-        g.shadow = _Shadow(len(g.smem))
+        g.clocks = Clocks(g.size, g.csize * g.warps * 32, g.entry)
+        g.shadow = Shadow(len(g.smem), 8)
 
     def end(self, g) -> None:
-        g.final = g.seen.any(0)
-        g.shadow = g.vc = None
+        g.final = g.clocks.seen.any(0)
+        g.shadow = g.clocks = None
+
+    def _owner(self, actor):
+        return np.array(self.begun)[np.searchsorted(self.bases, actor, "right") - 1]
 
     # ---- accesses
 
-    def load(self, g, op, I, offsets, n: int) -> None:
-        strong = op.more.get("order", "weak") != "weak"
-        self._read(g, self.memory, I, offsets, n, op.line, strong, entry=op.line in g.free)
-        if strong:
-            self._acquire(g, I, offsets, op.more["order"], op.more["scope"])
-
-    def store(self, g, op, I, offsets, n: int) -> None:
-        strong = op.more["order"] != "weak"
-        self._write(g, self.memory, I, offsets, n, op.line, strong)
-        if strong:
-            self._release(g, I, offsets, op.more["order"], op.more["scope"], False)
+    def access(self, g, op, I, offsets, n, write: bool, data=None) -> None:
+        """A load or store of n bytes a lane. data: what was written, [lanes, n]."""
+        order, space = op.more["order"], op.more["space"]
+        strong, s = order != "weak", self._space(g, space)
+        if write:
+            self._write(g, s, I, offsets, n, op.line, strong, data=data)
+            if strong:
+                self._release(g, I, self._flag(space, offsets), order, op.more["scope"], False)
+        else:
+            self._read(g, s, I, offsets, n, op.line, strong, entry=op.line in g.free)
+            if strong:
+                self._acquire(g, I, self._flag(space, offsets), order, op.more["scope"])
 
     def atomic(self, g, op, I, offsets, n: int) -> None:
-        order, scope = op.more["order"], op.more["scope"]
-        self._write(g, self.memory, I, offsets, n, op.line, True)
-        self._acquire(g, I, offsets, order, scope)
-        self._release(g, I, offsets, order, scope, True)
+        order, scope, space = op.more["order"], op.more["scope"], op.more["space"]
+        flags = self._flag(space, offsets)
+        self._write(g, self._space(g, space), I, offsets, n, op.line, True)
+        self._acquire(g, I, flags, order, scope)
+        self._release(g, I, flags, order, scope, True)
 
-    def shared(self, g, op, I, offsets, n, write: bool, pending: bool = False) -> None:
+    def copied(self, g, op, I, offsets, n, write: bool, space: str, proxy: bool) -> None:
+        """A read or a pending write of an asynchronous copy. proxy: it goes through the asynchronous proxy."""
+        row = ROWS[space] if proxy else 0
         if write:
-            self._write(g, g.shadow, I, offsets, n, op.line, False, pending)
+            self._write(g, self._space(g, space), I, offsets, n, op.line, False, pending=space == "shared", row=row)
         else:
-            self._read(g, g.shadow, I, offsets, n, op.line, False)
+            self._read(g, self._space(g, space), I, offsets, n, op.line, False, row=row)
 
-    def landed(self, g, lanes, offsets, n: int) -> None:
-        g.shadow.pending[self._cells(offsets, n)] = False
+    def shared_read(self, g, op, I, offsets, n: int) -> None:
+        self._read(g, g.shadow, I, offsets, n, op.line, False)
+
+    def landed(self, g, offsets, n: int) -> None:
+        g.shadow.pending[_cells(offsets, n)] = False
+
+    def use(self, g, op, lane: int, offset: int, n: int) -> None:
+        """A bulk store begins to read shared memory."""
+        one, cells = np.array([lane]), _cells([offset], n)
+        self._check_read(g, g.shadow, one, cells, op.line, row=1)
+        self._take(g, op, one, cells)
+
+    def used(self, g, op, lane: int, offset: int, n: int) -> None:
+        self._return(g, op, np.array([lane]), _cells([offset], n))
+
+    # ---- warpgroups
+
+    def wgmma(self, g, op, ws, offsets) -> None:
+        """A multiplication is issued: what it reads, at `offsets` of each warp, and its registers."""
+        flight = g.flight
+        for name in flight.names(op):
+            dirty = flight.dirty[name][ws]
+            if dirty.any():
+                first = int(dirty[dirty != 0][0])
+                self._report("register written, then wgmma without wgmma.fence", g, max(first, 0), op.line, name)
+        for name in flight.names(op)[len(op.out) :]:
+            self.register(g, op.line, name, ws, False)
+        for o in offsets:
+            cells = o.reshape(len(ws), -1) // CELL
+            self._check_read(g, g.shadow, ws * 32, cells, op.line, row=1, together=True)
+            self._take(g, op, ws * 32, cells)
+
+    def wgmma_done(self, g, op, ws, offsets) -> None:
+        for o in offsets:
+            self._return(g, op, ws * 32, o.reshape(len(ws), -1) // CELL)
+
+    def register(self, g, line: int, name: str, ws, write: bool) -> None:
+        """Another instruction touches a register that an unfinished wgmma uses: accumulators, or to write, all."""
+        flight = g.flight
+        if (write or name in flight.sums) and flight.uses[name][ws].any():
+            first = int(flight.user[name][ws].max())
+            self._report(f"register of an unfinished wgmma, then {'write' if write else 'read'}", g, first, line, name)
+
+    def _report(self, kind: str, g, first: int, line: int, register: str) -> None:
+        if (key := (kind, g.index, first, line)) not in self._known:
+            self._known.add(key)
+            self.reports.append(Race(kind, (g.name, first), (g.name, line), f"register {register}"))
 
     # ---- the check
 
-    @staticmethod
-    def _cells(offsets, n):
-        n = int(np.max(n))
-        return (np.asarray(offsets)[:, None] + np.arange(0, max(n, CELL), CELL)) // CELL
+    def _space(self, g, space: str) -> Shadow:
+        return self.memory if space == "global" else g.shadow
 
-    def _unordered(self, g, w, actor, epoch, entry: bool):
-        """Which of these earlier accesses nothing orders before warp w now (or before kernel entry)."""
-        known = actor >= 0
-        owner = self.owner[np.maximum(actor, 0)]
-        same = owner == g.index
-        mine = np.where(same, actor - g.base, 0)
-        clock = np.zeros_like(epoch) if entry else g.vc[w[:, None], mine]
-        seen = g.entry[owner] if entry else g.seen[w[:, None], owner]
-        return known & ~np.where(same, clock >= epoch, seen)
+    def _unordered(self, g, I, actor, epoch, row=0, entry=False, together=False):
+        """Which accesses nothing orders before lanes I now (or before kernel entry). actor: lane + 1, 0 for none."""
+        known = actor > 0
+        if not known.any():
+            return known
+        lane = np.maximum(actor - 1, 0)
+        owner = self._owner(lane)
+        same = known & (owner == g.index)
+        seen = g.entry[owner] if entry else g.clocks.seen[I[:, None], owner]
+        if together:
+            seen = g.clocks.seen[I[:, None] + np.arange(32)].any(1)[np.arange(len(I))[:, None], owner]
+        out = known & ~same & ~seen
+        if entry:
+            return out | same
+        return out | g.clocks.unordered(I, lane - g.base, epoch, same, row, together)
 
-    def _read(self, g, s, I, offsets, n, line, strong, entry=False) -> None:
-        cells, w = self._cells(offsets, n), g.warp[I].astype(np.int64)
-        actor = s.writer[cells]
-        own = actor == (g.base + w)[:, None]
-        bad = self._unordered(g, w, actor, s.write_epoch[cells], entry) & ~(strong & s.write_strong[cells])
-        bad &= ~own if not entry else True
+    def _check_read(self, g, s, I, cells, line, strong=False, row=0, entry=False, together=False) -> None:
+        w = s.write
+        actor, epoch = w.actor[cells], w.epoch[cells]
+        bad = self._unordered(g, I, actor, epoch, 0, entry, together) & ~(strong & w.strong[cells])
         kind = "read of what a write may change (lifted to kernel entry)" if entry else "write, then read"
-        self._tell(kind, g, s, bad, s.writer, s.write_line, cells, line)
-        self._tell("asynchronous write that nobody waited for, then read", g, s, s.pending[cells], s.writer,
-                   s.write_line, cells, line)  # fmt: skip
-        for (a, e, ln, st), order in zip(s.readers, (slice(None), slice(None, None, -1)), strict=True):
-            c = cells[order]
-            a[c], e[c] = (g.base + w)[order][:, None], g.vc[w, w][order][:, None]
-            ln[c], st[c] = line, strong
+        self._tell(kind, g, s, bad, w, cells, line, I)
+        self._tell(f"{IN_FLIGHT}, then read", g, s, s.pending[cells], w, cells, line, I)
+        self._unfenced("read", g, s, I, cells, line, row, together, bad)
 
-    def _write(self, g, s, I, offsets, n, line, strong, pending=False) -> None:
-        cells, w = self._cells(offsets, n), g.warp[I].astype(np.int64)
-        me, now = (g.base + w)[:, None], g.vc[w, w][:, None]
-        both = strong & s.write_strong[cells]
-        bad = self._unordered(g, w, s.writer[cells], s.write_epoch[cells], False) & ~both
-        self._tell("write, then write", g, s, bad, s.writer, s.write_line, cells, line)
-        for a, e, ln, st in s.readers:
-            bad = self._unordered(g, w, a[cells], e[cells], False) & ~(strong & st[cells])
-            self._tell("read, then write", g, s, bad, a, ln, cells, line)
-        late = s.pending[cells]
-        self._tell(
-            "asynchronous write that nobody waited for, then write", g, s, late, s.writer, s.write_line, cells, line
-        )
-        s.writer[cells], s.write_epoch[cells] = np.broadcast_to(me, cells.shape), np.broadcast_to(now, cells.shape)
-        s.write_line[cells], s.write_strong[cells], s.pending[cells] = line, strong, pending
-        clash = (s.writer[cells] != me) & (not strong)
-        self._tell("two warps write at once", g, s, clash, s.writer, s.write_line, cells, line)
+    def _unfenced(self, then, g, s, I, cells, line, row, together, bad) -> None:
+        """Generic writes that no fence puts before an access through the asynchronous proxy."""
+        if not row:
+            return
+        w, generic = s.write, ~s.proxy[cells] & ~bad
+        actor = np.where(generic, w.actor[cells], 0)
+        late = self._unordered(g, I, actor, w.epoch[cells], row, together=together)
+        self._tell(f"generic write, then asynchronous {then} {UNFENCED}", g, s, late, w, cells, line, I)
 
-    def _tell(self, kind, g, s, bad, actors, lines, cells, line) -> None:
+    def _read(self, g, s, I, offsets, n, line, strong, entry=False, row=0) -> None:
+        cells = _cells(offsets, n)
+        self._check_read(g, s, I, cells, line, strong, row, entry)
+        self._note_read(g, s, I, cells, line, strong)
+
+    def _note_read(self, g, s, I, cells, line, strong=False) -> None:
+        warp, pairs = g.warp[I].astype(np.int64), s.readers // 2
+        for which, order in enumerate((slice(None), slice(None, None, -1))):
+            slot = (2 * (warp % pairs) + which)[order, None] * s.cells
+            who = I[order][:, None]
+            s.reads.put(slot + cells[order], g.base + who, g.clocks.now(who), line, strong)
+
+    def _write(self, g, s, I, offsets, n, line, strong, pending=False, row=0, data=None) -> None:
+        cells, w = _cells(offsets, n), s.write
+        bad = self._unordered(g, I, w.actor[cells], w.epoch[cells]) & ~(strong & w.strong[cells])
+        self._tell("write, then write", g, s, bad, w, cells, line, I)
+        self._unfenced("write", g, s, I, cells, line, row, False, bad)
+        for slot in range(s.readers):
+            at = cells + slot * s.cells
+            late = self._unordered(g, I, s.reads.actor[at], s.reads.epoch[at]) & ~(strong & s.reads.strong[at])
+            self._tell("read, then write", g, s, late, s.reads, at, line, I)
+        self._tell(f"{IN_FLIGHT}, then write", g, s, s.pending[cells], w, cells, line, I)
+        self._tell("operand that nobody waited for, then write", g, s, s.using[cells] > 0, s.user, cells, line, I)
+        me = np.broadcast_to(g.base + I[:, None], cells.shape)
+        w.put(cells, me, g.clocks.now(I)[:, None], line, strong)
+        s.pending[cells], s.proxy[cells] = pending, row > 0
+        clash = (w.actor[cells] != me + 1) & (not strong)
+        if clash.any():
+            if data is not None and n % CELL == 0:
+                memory = self.machine.arena.mem if s is self.memory else g.smem
+                differ = (
+                    (memory[np.asarray(offsets)[:, None] + np.arange(n)] != data).reshape(*cells.shape, CELL).any(2)
+                )
+                clash &= differ | ((w.actor[cells] - 1) // 32 != me // 32)
+            self._tell("two lanes write at once", g, s, clash, w, cells, line, I)
+
+    def _take(self, g, op, I, cells) -> None:
+        s = g.shadow
+        np.add.at(s.using, cells, 1)
+        s.user.put(cells, g.base + I[:, None], g.clocks.now(I)[:, None], op.line, False)
+
+    def _return(self, g, op, I, cells) -> None:
+        np.subtract.at(g.shadow.using, cells, 1)
+        self._note_read(g, g.shadow, I, cells, op.line)
+
+    def _tell(self, kind, g, s, bad, accesses, cells, line, I) -> None:
         if not bad.any():
             return
-        at = cells[bad]
-        firsts = np.stack([self.owner[np.maximum(actors[at], 0)], lines[at]], 1)
-        for (owner, first), index in zip(*np.unique(firsts, axis=0, return_index=True), strict=True):
-            key = kind, int(owner), int(first), g.index, line
+        at, second = cells[bad], np.broadcast_to(I[:, None], cells.shape)[bad]
+        lanes = accesses.actor[at] - 1
+        one_warp = lanes // 32 == (g.base + second) // 32
+        firsts = np.stack([self._owner(lanes), accesses.line[at], one_warp], 1)
+        for (owner, first, one), index in zip(*np.unique(firsts, axis=0, return_index=True), strict=True):
+            key = kind, int(owner), int(first), g.index, line, bool(one)
             if key not in self._known:
                 self._known.add(key)
                 name = self.machine.grids[int(owner)].name
-                where = self._where(g, s, int(at[index]) * CELL)
-                self.reports.append(Race(kind, (name, int(first)), (g.name, line), where))
+                where = self._where(g, s, int(at[index]) % s.cells * CELL)
+                text = f"{kind}, in one warp" if one else kind
+                self.reports.append(Race(text, (name, int(first)), (g.name, line), where))
 
     def _where(self, g, s, offset: int) -> str:
         if s is not self.memory:
@@ -180,81 +284,64 @@ class Races:
 
     # ---- edges
 
-    @staticmethod
-    def _tick(g, w) -> None:
-        g.vc[w, w] += 1
-
     def barrier(self, g, lanes) -> None:
-        ws = np.unique(g.warp[lanes]).astype(np.int64)
-        g.vc[ws] = g.vc[ws].max(0)
-        g.seen[ws] = g.seen[ws].any(0)
-        for table in (g.released, g.acquired):
-            have = [table[w] for w in ws.tolist() if w in table]
-            if have:
-                joined = np.maximum.reduce([h[0] for h in have]), np.logical_or.reduce([h[1] for h in have])
-                table.update(dict.fromkeys(ws.tolist(), joined))
-        self._tick(g, ws)
+        g.clocks.meet(lanes)
+
+    def warps(self, g, ws) -> None:
+        for w in ws.tolist():
+            g.clocks.meet(np.arange(32 * w, 32 * w + 32))
 
     def cluster_arrive(self, g, I, release: bool) -> None:
-        for lane in I[np.unique(g.warp[I], return_index=True)[1]].tolist() if release else ():
-            key, w = (int(g.cluster[lane]), int(g.target[lane])), int(g.warp[lane])
-            clock, seen = g.cluster_clock.get(key, (0, False))
-            g.cluster_clock[key] = np.maximum(clock, g.vc[w]), seen | g.seen[w]
-            self._tick(g, w)
+        for lane in I.tolist() if release else ():
+            key = int(g.cluster[lane]), int(g.target[lane])
+            g.clocks.arrived[key] = merged(g.clocks.arrived.get(key), g.clocks.snapshot(lane))
 
     def cluster_wait(self, g, lanes) -> None:
-        for lane in lanes[np.unique(g.warp[lanes], return_index=True)[1]].tolist():
-            self._join(g, int(g.warp[lane]), g.cluster_clock.get((int(g.cluster[lane]), int(g.target[lane]))))
-
-    def publish(self, g, bar: dict, lane: int) -> None:
-        w = int(g.warp[lane])
-        clock, seen = bar["clock"] or (0, False)
-        bar["clock"] = np.maximum(clock, g.vc[w]), seen | g.seen[w]
-        self._tick(g, w)
-
-    def observe(self, g, bar: dict, lane: int) -> None:
-        self._join(g, int(g.warp[lane]), bar["clock"])
-
-    @staticmethod
-    def _join(g, w: int, known: tuple | None) -> None:
-        if known:
-            np.maximum(g.vc[w], known[0], out=g.vc[w])
-            g.seen[w] |= known[1]
+        for lane in lanes.tolist():
+            g.clocks.absorb(lane, g.clocks.arrived.get((int(g.cluster[lane]), int(g.target[lane]))))
 
     def pdl_wait(self, g, lanes) -> None:
         if g.index:
-            ws = np.unique(g.warp[lanes]).astype(np.int64)
-            g.seen[ws, g.index - 1] = True
-            g.seen[ws] |= self.machine.grids[g.index - 1].final
+            g.clocks.seen[lanes, g.index - 1] = True
+            g.clocks.seen[lanes] |= self.machine.grids[g.index - 1].final
 
-    def fence(self, g, I, scope: str) -> None:
-        if scope == "cta":
-            return
-        for w in np.unique(g.warp[I]).tolist():
-            self._join(g, int(w), g.acquired.pop(w, None))
-            g.released[w] = g.vc[w].copy(), g.seen[w].copy()
-            self._tick(g, int(w))
+    def fence(self, g, op, I) -> None:
+        if op.more["what"] == "memory":
+            g.clocks.fence(I, op.more["scope"])
+        elif op.more["what"] == "proxy":
+            g.clocks.proxy_fence(I, op.more["spaces"])
 
-    def _acquire(self, g, I, offsets, order: str, scope: str) -> None:
-        for lane, offset in zip(I.tolist(), np.asarray(offsets).tolist(), strict=True):
-            w, flag = int(g.warp[lane]), self.sync.get(int(offset))
+    @staticmethod
+    def _flag(space: str, offsets) -> list[int]:
+        """A flag's name: shared memory has negative ones."""
+        return [int(o) if space == "global" else -1 - int(o) for o in offsets]
+
+    def _acquire(self, g, I, flags, order: str, scope: str) -> None:
+        for lane, offset in zip(I.tolist(), flags, strict=True):
+            flag = self.sync.get(offset)
             if flag is None or flag[1] != g.index or ("cta" in (scope, flag[2]) and flag[3] != g.cta[lane]):
                 continue
             if order in ("acquire", "acq_rel"):
-                self._join(g, w, flag[0])
+                g.clocks.absorb(lane, flag[0])
             else:
-                had = g.acquired.get(w, (0, False))
-                g.acquired[w] = np.maximum(had[0], flag[0][0]), had[1] | flag[0][1]
+                cta = -1 if flag[3] == g.cta[lane] else int(flag[3])
+                g.clocks.acquired.setdefault(lane, []).append((flag[0], cta))
 
-    def _release(self, g, I, offsets, order: str, scope: str, chain: bool) -> None:
-        for lane, offset in zip(I.tolist(), np.asarray(offsets).tolist(), strict=True):
-            w, old = int(g.warp[lane]), self.sync.get(int(offset))
-            release = order in ("release", "acq_rel")
-            known = (g.vc[w].copy(), g.seen[w].copy()) if release else g.released.get(w)
+    def _release(self, g, I, flags, order: str, scope: str, chain: bool) -> None:
+        for lane, offset in zip(I.tolist(), flags, strict=True):
+            old, known, wide = self.sync.get(offset), None, scope
+            if order in ("release", "acq_rel"):
+                known = g.clocks.snapshot(lane)
+            elif lane in g.clocks.released:
+                known, fenced = g.clocks.released[lane]
+                wide = "cta" if fenced == "cta" else scope
             if chain and old is not None and old[1] == g.index:
-                known = old[0] if known is None else (np.maximum(known[0], old[0][0]), known[1] | old[0][1])
-            self.sync.pop(int(offset), None)
+                known = merged(known, old[0])
+            self.sync.pop(offset, None)
             if known is not None:
-                self.sync[int(offset)] = known, g.index, scope, int(g.cta[lane])
-            if release:
-                self._tick(g, w)
+                self.sync[offset] = known, g.index, wide, int(g.cta[lane])
+
+
+def _cells(offsets, n):
+    n = int(np.max(n))
+    return (np.asarray(offsets)[:, None] + np.arange(0, max(n, CELL), CELL)) // CELL

@@ -48,8 +48,9 @@ class Flight:
         used = outs | {
             a.source.name for op in ops for a in op.args[2:] if isinstance(a.source, Reg) and len(op.args) == 6
         }
-        self.g, warps = g, g.size // 32
+        warps, self.g = g.size // 32, g
         self.uses = {name: np.zeros(warps, np.int32) for name in used}  # unfinished multiplications, per warp
+        self.user, self.dirty = ({name: np.full(warps, n, np.int32) for name in used} for n in (0, -1))  # PTX lines
         self.sums = {name: np.zeros(g.size, np.uint32) for name in outs}  # accumulators while they are in use
         self.groups = [deque([[]]) for _ in range(warps if collective else 0)]  # per warp, the last one is open
         self.issued = np.zeros(warps, np.int64)  # a hash of the lines
@@ -69,16 +70,32 @@ class Flight:
                 raise g.fault(
                     op.line, int(I[0]), "matrix descriptor with a base offset or unknown bits", int(bad.max())
                 )
+        offsets = self.operands(op, ws, [d[:, 0] for d in descriptors])
+        if g.machine.races:
+            g.machine.races.wgmma(g, op, ws, offsets)
         for r in op.out:
             lanes = I[np.repeat(self.uses[r.name][ws] == 0, 32)]
             self.sums[r.name][lanes] = g.registers[r.name][lanes]
             g.registers[r.name][I] = NAN
         for name in self.names(op):
             self.uses[name][ws] += 1
+            self.user[name][ws] = op.line
         self.issued[ws] = (self.issued[ws] * 31 + op.line) % (1 << 48)
         self.last[ws] = op.line
         for i, w in enumerate(ws.tolist()):
-            self.groups[w][-1].append((op, scale[i, 0], *(d[i, 0] for d in descriptors)))
+            self.groups[w][-1].append((op, scale[i, 0], *(o[i] for o in offsets)))
+
+    def touch(self, name: str, I, write: bool) -> None:
+        """Another instruction reads or writes a register that multiplications use."""
+        ws = np.unique(I // 32)
+        if self.g.machine.races:
+            self.g.machine.races.register(self.g, self.g.line, name, ws, write)
+        if write:
+            self.dirty[name][ws] = self.g.line
+
+    def fence(self, ws) -> None:
+        for lines in self.dirty.values():
+            lines[ws] = 0
 
     @staticmethod
     def names(op: Op) -> list[str]:
@@ -99,6 +116,8 @@ class Flight:
             first = next(iter(ready.values()))[0][0]
             at = [w for w, q in ready.items() if q[0][0] is first]
             self.land(first, np.array(at), [ready[w].popleft()[1:] for w in at])
+        if self.g.machine.races:
+            self.g.machine.races.warps(self.g, np.unique(I // 32))
 
     def operands(self, op: Op, ws, descriptors):
         """Offsets in `smem`, in bytes, of B [warps, N, 16] and of A [warps, 16, 16] unless A is in registers."""
@@ -117,8 +136,7 @@ class Flight:
     def land(self, op: Op, ws, entries) -> None:
         g, n, up = self.g, op.more["n"], cvt_f32_bf16 if op.more["type"] == "bf16" else cvt_f32_f16
         lanes = (ws[:, None] * 32 + np.arange(32)).ravel()
-        scale, *descriptors = (np.array(v) for v in zip(*entries, strict=True))
-        offsets = self.operands(op, ws, descriptors)
+        scale, *offsets = (np.array(v) for v in zip(*entries, strict=True))
         B, *A = (up(g.smem.view(np.uint16)[o // 2]).astype(np.float64) for o in offsets)
         A = A[0] if A else _fragments([g.read(a, lanes) for a in op.args[2:]], up)
         C = np.zeros((len(ws), 16, n))
@@ -134,6 +152,8 @@ class Flight:
             self.sums[name][lanes] = np.ascontiguousarray(D[:, rows, columns]).view(np.uint32).ravel()
             done = lanes[np.repeat(self.uses[name][ws] == 0, 32)]
             g.registers[name][done] = self.sums[name][done]
+        if g.machine.races:
+            g.machine.races.wgmma_done(g, op, ws, offsets)
 
     def finish(self) -> None:
         """Fault if the warps of a warpgroup did not issue the same multiplications."""
@@ -166,6 +186,7 @@ def _wait(g, op: Op, I) -> None:
 
 def _fence(g, op: Op, I) -> None:
     g.whole(op, I)
+    g.flight.fence(np.unique(I // 32))
 
 
 WARPGROUP = {"wgmma": _wgmma, "wg_commit": _commit, "wg_wait": _wait, "wg_fence": _fence}

@@ -1,0 +1,119 @@
+"""Who knows of whose accesses: a vector clock per lane of a grid, over the lanes of its cluster.
+
+Each clock has three rows: of accesses; of those that a fence.proxy.async has put before asynchronous ones in shared
+memory; and likewise in global memory. What a lane knows of other clusters, by flags in global memory, is in `far`.
+"""
+
+import numpy as np
+
+ROWS = {"shared": 1, "global": 2}
+# What one lane may hand to another: clocks [3, lanes of a cluster] by cluster, and the grids seen as ended.
+Known = tuple[dict[int, np.ndarray], np.ndarray]
+
+
+def merged(*known: Known | None) -> Known | None:
+    have = [k for k in known if k is not None]
+    if len(have) < 2:
+        return have[0] if have else None
+    rows: dict[int, np.ndarray] = {}
+    for some, _ in have:
+        for cluster, row in some.items():
+            rows[cluster] = np.maximum(rows[cluster], row) if cluster in rows else row
+    return rows, np.logical_or.reduce([seen for _, seen in have])
+
+
+class Clocks:
+    """lanes: of the grid. width: lanes of a cluster. entry: grids that every lane knows to have ended."""
+
+    def __init__(self, lanes: int, width: int, entry: np.ndarray):
+        every = np.arange(lanes)
+        self.width, self.cluster, self.at = width, every // width, every % width
+        self.row = np.zeros((lanes, 3, width), np.int32)
+        self.row[every, 0, self.at] = 1
+        self.seen = np.tile(entry, (lanes, 1))
+        self.far: dict[int, dict[int, np.ndarray]] = {}
+        self.released: dict[int, tuple[Known, str]] = {}  # by the last fence: what a relaxed store hands on, and scope
+        self.acquired: dict[int, list[tuple[Known, int]]] = {}  # what relaxed loads saw, and of which CTA
+        self.arrived: dict[tuple[int, int], Known] = {}  # cluster barriers
+
+    def now(self, I):
+        return self.row[I, 0, self.at[I]]
+
+    def tick(self, I) -> None:
+        self.row[I, 0, self.at[I]] += 1
+
+    def snapshot(self, lane: int) -> Known:
+        """What the lane knows; its later accesses are not part of it."""
+        known = {int(self.cluster[lane]): self.row[lane].copy(), **self.far.get(lane, {})}, self.seen[lane].copy()
+        self.tick(lane)
+        return known
+
+    def absorb(self, lane: int, known: Known | None) -> None:
+        if known is None:
+            return
+        others = {c: row for c, row in known[0].items() if c != self.cluster[lane]}
+        if (own := known[0].get(int(self.cluster[lane]))) is not None:
+            np.maximum(self.row[lane], own, out=self.row[lane])
+        if others:
+            self.far[lane] = merged((self.far.get(lane, {}), known[1]), (others, known[1]))[0]
+        self.seen[lane] |= known[1]
+
+    def meet(self, I) -> None:
+        """A barrier of these lanes of one cluster: afterwards each knows what any of them knew."""
+        self.row[I] = self.row[I].max(0)
+        self.seen[I] = self.seen[I].any(0)
+        lanes = I.tolist() if self.far or self.released or self.acquired else []
+        if far := [(self.far[i], self.seen[I[0]]) for i in lanes if i in self.far]:
+            self.far.update(dict.fromkeys(lanes, merged(*far)[0]))
+        if fenced := [self.released[i] for i in lanes if i in self.released]:
+            wide = [f for f in fenced if f[1] != "cta"] or fenced
+            self.released.update(dict.fromkeys(lanes, (merged(*(f[0] for f in wide)), wide[0][1])))
+        if loads := [x for i in lanes for x in self.acquired.get(i, [])]:
+            self.acquired.update({i: list(loads) for i in lanes})
+        self.tick(I)
+
+    def fence(self, I, scope: str) -> None:
+        for lane in I.tolist():
+            rest = []
+            for known, cta in self.acquired.pop(lane, []):
+                if scope != "cta" or cta < 0:
+                    self.absorb(lane, known)
+                else:
+                    rest.append((known, cta))
+            if rest:
+                self.acquired[lane] = rest
+            self.released[lane] = self.snapshot(lane), scope
+
+    def proxy_fence(self, I, spaces) -> None:
+        for space in spaces:
+            r = ROWS[space]
+            self.row[I, r] = np.maximum(self.row[I, r], self.row[I, 0])
+            for lane in [i for i in I.tolist() if i in self.far] if self.far else ():
+                self.far[lane] = {c: _fenced(row, r) for c, row in self.far[lane].items()}
+        self.tick(I)
+
+    def unordered(self, I, actor, epoch, need, proxy=0, together: bool = False):
+        """Which accesses (lane `actor` of this grid at `epoch`) lane I does not know, of those in the mask `need`.
+
+        actor, epoch, need: [len(I), cells]. proxy: a row of the clocks, or one for each. together: I are the first
+        lanes of warps, and what any lane of the warp knows counts.
+        """
+        if not need.any():
+            return need
+        same = actor // self.width == self.cluster[I][:, None]
+        local, r = np.where(need & same, actor % self.width, 0), np.broadcast_to(proxy, actor.shape)
+        if together:
+            rows = self.row[I[:, None] + np.arange(32)].max(1)
+            out = rows[np.arange(len(I))[:, None], r, local] < epoch
+        else:
+            out = self.row[I[:, None], r, local] < epoch
+        for k, c in np.argwhere(need & ~same).tolist():
+            row = self.far.get(int(I[k]), {}).get(int(actor[k, c]) // self.width)
+            out[k, c] = row is None or row[r[k, c], actor[k, c] % self.width] < epoch[k, c]
+        return out & need
+
+
+def _fenced(row: np.ndarray, r: int) -> np.ndarray:
+    row = row.copy()
+    np.maximum(row[r], row[0], out=row[r])
+    return row
