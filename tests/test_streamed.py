@@ -92,7 +92,7 @@ def test_the_law_keeps_its_budget_under_hostile_statistics(which, num, tp, rank)
 
 def test_what_ranks_hold_adds_up_to_the_layer():
     """The cuts, the state and the values fed for other ranks are right: partial sums make the whole's rounded value."""
-    checkpoint, parts = stand_in(), {}
+    checkpoint, parts = stand_in(()), {}
     stages = frozenset(("kda.o_proj", "moe.finalize", "moe.shared_down"))
     made = Stream(checkpoint, begin())
     for piece in ("embed", 0):

@@ -4,12 +4,13 @@
 
 Without a statistic a tensor is what kernel tests draw: unit normals, norms near 1, every gate near its middle.
 
-outliers   four hidden channels carry 100 times the others, in the embedding and in what layers add to the residual
+outliers   four hidden channels carry 100 times the peak of the others in the embedding, which all layers see, and 100
+           times their size in what layers add to the residual
 decays     KDA decays over the whole of (e^-5, 1), in every head
 keys       keys of all tokens are nearly collinear, and those of token 2i and 2i + 1 equal
-queries    queries 100 times as large: attention scores of hundreds
+queries    queries 100 times as large as usual, 300 times in MLA: attention scores of hundreds
 router     all tokens want the same experts, the last one among them; others are tied exactly
-scales     MXFP4 scale bytes 0 to 240 in one of eight expert rows (0 to 140 in the projection back)
+scales     MXFP4 scale bytes 0 to 240 in one of eight expert rows (0 to 160 in the projection back)
 """
 
 from dataclasses import replace
@@ -43,7 +44,7 @@ SHAPES = {
     ),
 }
 PERIOD, GROUPS = 1_000_003, 8_191  # primes: drawn numbers repeat, rows do not (a tenth of the time)
-LARGE = 100.0
+LARGE, PEAK = 100.0, 3.0  # the peak of unit normals: three standard deviations
 
 
 class StandIn(RandomCheckpoint):
@@ -115,7 +116,7 @@ class StandIn(RandomCheckpoint):
             t[1::2] = t[0 : len(t) - 1 : 2]
             t[:, 0] = 4  # what all tokens have in common
         if self.has("outliers"):
-            t[:, self.outliers] = LARGE * torch.tensor([1.0, -1.0, 1.0, -1.0]) * (1 + 0.1 * t[:, self.outliers])
+            t[:, self.outliers] = PEAK * LARGE * torch.tensor([1.0, -1.0, 1.0, -1.0]) * (1 + 0.03 * t[:, self.outliers])
         return t
 
     def _outlying(self, t: Tensor, rng) -> Tensor:
@@ -145,7 +146,7 @@ class StandIn(RandomCheckpoint):
         return LARGE * t if self.has("queries") else t
 
     def _q_b_proj(self, t: Tensor, rng) -> Tensor:
-        return LARGE * t if self.has("queries") else t
+        return PEAK * LARGE * t if self.has("queries") else t
 
     def _gate(self, t: Tensor, rng) -> Tensor:
         if self.has("router"):
@@ -164,7 +165,7 @@ class StandIn(RandomCheckpoint):
         drawn = mxfp4.quant(groups)[not codes]
         made = drawn.repeat(-(-n // len(drawn)), 1)[:n].reshape(shape)
         if not codes and self.has("scales"):
-            top = 140 if ".w2." in name else 240
+            top = 160 if ".w2." in name else 240
             made = made.clone()
             made[::8] = torch.randint(0, top + 1, made[::8].shape, generator=rng, dtype=torch.uint8)
         return made
