@@ -20,6 +20,7 @@ from equivalence.simt.translate import translate
 from fast import attn_res, kda
 from fast.kernel import pick
 from fast.linear import linear_kernel
+from reference.stage import ContractError
 
 needs_compiler = pytest.mark.skipif(not compiler(), reason="needs a C compiler: cc, gcc or clang on PATH, or $CC")
 BACKENDS = [pytest.param("native", marks=needs_compiler), "numpy"]
@@ -61,6 +62,32 @@ def test_attn_res(run, shape):
     want, bound = residual.wanted(t, nb, write, residual.depth_of(config, D))
     execute(kernel, t, run)
     residual.compare(t, want, bound)
+
+
+def odd(t: torch.Tensor) -> torch.Tensor:
+    """The same values and layout, two bytes after a multiple of 16."""
+    size = (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+    room = torch.empty(size + 32, dtype=torch.uint8)
+    start = -room.data_ptr() % 16 + 2
+    return room[start : start + size].view(t.dtype).as_strided(t.shape, t.stride(), start // t.element_size()).copy_(t)
+
+
+def test_a_weight_at_an_odd_address_is_copied_once_and_nothing_else():
+    kernel, t = gemm.made("fma-tail")
+    exact, bound = gemm.oracle(t)
+    t["w"] = odd(t["w"])
+    assert t["w"].data_ptr() % 16 == 2
+    for _ in range(2):
+        execute(kernel, t, "numpy")
+        gemm.compare(t["out"], exact, bound)
+    weight = next(arg for arg in kernel.args if arg.name == "w")
+    one = _bind(kernel, weight, t)
+    assert one is _bind(kernel, weight, t) and one.data_ptr() % 16 == 0 and torch.equal(one, t["w"])
+    t["w"].mul_(2)
+    assert torch.equal(_bind(kernel, weight, t), t["w"]), "a weight that changed is copied again"
+    t["x"] = odd(t["x"])
+    with pytest.raises(ContractError, match="x starts at"):
+        execute(kernel, t, "numpy")
 
 
 # ---------------------------------------------------------------- single instructions

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -110,7 +111,7 @@ class Interpreted:
         return None if self.target in self.twin.archs else f"{self.name} serves {', '.join(self.twin.archs)}"
 
     def run(self, tensors: Mapping[str, Tensor], attrs: Mapping) -> tuple[str, ...]:
-        kernels = pick(self.twin, tensors, attrs)
+        kernels = pick(self.twin, tensors, attrs, self.target)
         for kernel in kernels:
             launch(kernel, [_bind(kernel, arg, tensors) for arg in kernel.args], target=self.target)
         return tuple(f"{k.name} ({self.target} PTX, interpreted)" for k in kernels)
@@ -122,12 +123,25 @@ def interpreted(extra: Mapping[str, Fast] | None = None, target: str = TARGET) -
 
 
 _scratch: dict[tuple[Kernel, str], Tensor] = {}
+_aligned: dict[tuple, tuple[weakref.ref, int, Tensor]] = {}
 
 
 def _bind(kernel: Kernel, arg, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """The tensor of an argument; scratch is zeroed once and kept, as on a GPU."""
-    if arg.role is not Role.SCRATCH:
-        return tensors.get(arg.name)
-    if (kernel, arg.name) not in _scratch:
-        _scratch[kernel, arg.name] = torch.zeros(arg.shape, dtype=arg.dtype)
-    return _scratch[kernel, arg.name]
+    """The tensor of an argument; scratch is zeroed once and kept, as on a GPU.
+
+    A weight that lies at an odd address on the CPU, as a mapped checkpoint may, is copied once to an aligned one: on a
+    GPU it would be a copy, too. Its layout, and all other tensors, stay as they are.
+    """
+    if arg.role is Role.SCRATCH:
+        if (kernel, arg.name) not in _scratch:
+            _scratch[kernel, arg.name] = torch.zeros(arg.shape, dtype=arg.dtype)
+        return _scratch[kernel, arg.name]
+    tensor = tensors.get(arg.name)
+    if arg.role is not Role.WEIGHT or tensor is None or tensor.data_ptr() % arg.align == 0:
+        return tensor
+    key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    owner, version, copy = _aligned.get(key, (None, 0, None))
+    if owner is None or owner() is not tensor or version != tensor._version:
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        _aligned[key] = weakref.ref(tensor), tensor._version, copy
+    return copy
