@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from fast.lower import lower
 
 from . import cubin, ptx, sass
+from .proxies import crossings
 from .rules import ERROR, QUALITY, RULES, UNPROVEN, Case, Finding, View
 from .values import parameters
 
@@ -72,7 +73,7 @@ def _check(build, disassembly: str, views: dict) -> Report:
     if sass_key not in views:
         views[sass_key] = View(sass.read(disassembly, build.symbol, layout))
     case = Case(kernel, build.target, views[ptx_key], views[sass_key])
-    findings = [finding for rule in RULES for finding in rule(case)]
+    findings = [finding for rule in (*RULES, crossings) for finding in rule(case)]
     seen = tuple(_seen(case, view, i) for view in case.views for i in sorted(view.values))
     return Report(kernel.name, build.target, _grouped(findings), seen)
 

@@ -11,6 +11,12 @@ S = TypeVar("S")
 Literal = tuple[str, bool]  # a predicate register and the value it must have
 Operand = str | Value  # a register to read, or a value known at once
 LOCAL_MEMORY = "local memory"  # all of it as one register, which only grows
+# write: ordinary store; read, overwrite: by the asynchronous proxy; remote: into a peer's; init: of an mbarrier;
+# drained: the thread has waited for its asynchronous reads.
+CHIP = (
+    "", "write", "read", "overwrite", "remote", "init", "fence", "init fence", "arrive", "wait", "cluster arrive",
+    "cluster wait", "barrier", "drained",
+)  # fmt: skip
 LOAD = "*"  # as an operand: what the instruction's own access yields
 
 
@@ -44,7 +50,7 @@ class Inst:
 
     targets: labels it may jump to; falls: whether control may go on to the next instruction; exits: the thread may
     end here; loose: a jump or exit that is not always taken when its guard holds. doubt: why the checker cannot tell
-    what the instruction does, if so.
+    what the instruction does, if so. chip: what it does to shared memory and its barriers, as far as proxies go (CHIP).
     """
 
     at: int
@@ -62,6 +68,7 @@ class Inst:
     exits: bool = False
     loose: bool = False
     doubt: str = ""
+    chip: str = ""
     implies: tuple[tuple[Literal, Literal], ...] = ()  # after it: if the first holds for a lane, so does the second
 
 

@@ -106,6 +106,7 @@ class Reader:
             inst.doubt = "the call is not followed"
         _memory(self, inst, parts, operands)
         inst.sync |= _sync(parts, inst.access)
+        inst.chip = _chip(parts)
         result = bool(operands) and not operands[0].startswith("[") and (parts[0] not in _NO_RESULT or "red" in parts)
         inst.reads = tuple(r for o in operands[result:] for r in self.registers(o))
         if result:
@@ -209,6 +210,31 @@ def _sync(parts: list[str], access: Access | None) -> frozenset[str]:
             {"acquire": {"acquire"}, "release": {"release"}, "acq_rel": {"acquire", "release"}}.get(access.order, ())
         )
     return frozenset()
+
+
+def _chip(parts: list[str]) -> str:
+    """What an instruction does to shared memory and its barriers (program.CHIP)."""
+    base, far = parts[0], "shared::cluster" in parts
+    spaces = [p.partition("::")[0] for p in parts if p.partition("::")[0] in ("global", "shared")]
+    if base in ("st", "red", "atom", "stmatrix") and (spaces == ["shared"] or base == "stmatrix"):
+        return "remote" if "async" in parts or far else "write"
+    if "wait_group" in parts and (base == "wgmma" or "bulk" in parts):
+        return "drained"
+    if base == "cp" and "bulk" in parts and "prefetch" not in parts and spaces:
+        return "overwrite" if spaces[0] == "shared" else "read"
+    if (base == "wgmma" and "mma_async" in parts) or (base == "tcgen05" and {"mma", "cp"} & set(parts)):
+        return "read"
+    if base == "mbarrier" or (base == "cp" and "mbarrier" in parts):
+        steps = {"init": "init", "arrive": "arrive", "try_wait": "wait", "test_wait": "wait"}
+        step = next((steps[p] for p in parts if p in steps), "")
+        return "remote" if far and step == "arrive" else step
+    if base in ("bar", "barrier"):
+        if "cluster" in parts:
+            return f"cluster {'wait' if 'wait' in parts else 'arrive'}"
+        return "" if "warp" in parts else "barrier"
+    if base == "fence" and "mbarrier_init" in parts:
+        return "init fence"
+    return "fence" if base == "fence" and {"proxy", "async"} <= set(parts) and "global" not in parts else ""
 
 
 def _moves(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) -> tuple[Move, ...]:

@@ -39,6 +39,12 @@ _ON_CHIP_LOADS = {"LDS", "ULDS", "LDSM", "ATOMS", "UATOMS", "LDTM", "LDT", "SYNC
 _SELECTS = {"SEL", "USEL", "FSEL", "IMNMX", "VIMNMX", "UIMNMX", "UVIMNMX"}
 
 
+_CHIP = {
+    "STS|STSM|U?ATOMS": "write", r"[HQIB]GMMA|UTC\w*MMA|UTCCP|UTMASTG|UTMAREDG": "read", "UTMALDG": "overwrite",
+    "STAS|REDAS": "remote", "UCGABAR_ARV": "cluster arrive", "UCGABAR_WAIT": "cluster wait", "BAR": "barrier",
+}  # fmt: skip
+
+
 def _split(text: str) -> list[str]:
     """Operands: split at commas outside brackets and braces."""
     out, depth = [""], 0
@@ -206,6 +212,22 @@ def _vote(inst: Inst, parts: list[str], operands: list[str]) -> tuple:
     return (((asked[2], holds != bool(asked[1])), (voted[2], holds)),) if parts[1] in ("ALL", "ANY") else ()
 
 
+def _chip(parts: list[str]) -> str:
+    """What an instruction does to shared memory and its barriers (program.CHIP).
+
+    fence.mbarrier_init and fence.proxy.async are one instruction here.
+    """
+    base, ends = parts[0], [p for p in parts if p in ("S", "G")]
+    if base in ("UBLKCP", "UBLKRED"):
+        return "overwrite" if ends[:1] == ["S"] else "read"
+    if base == "SYNCS":
+        steps = {"EXCH": "init", "ARRIVE": "arrive", "PHASECHK": "wait"}
+        return next((steps[p] for p in parts if p in steps), "")
+    if base == "FENCE":
+        return "fence" if "ASYNC" in parts and ends != ["G"] else ""
+    return next((does for names, does in _CHIP.items() if re.fullmatch(names, base)), "")
+
+
 def _instruction(m: re.Match, source: str, parameters: Parameters) -> Inst:
     at, negated, predicate, op, rest = int(m[1], 16), bool(m[2]), m[3], m[4], m[5]
     inst = Inst(at, op, m[0].split("*/", 1)[1].strip(" ;"), source)
@@ -219,6 +241,7 @@ def _instruction(m: re.Match, source: str, parameters: Parameters) -> Inst:
     inst.access = _access(inst, parts, [o for o in operands if "[" in o and not re.match(r"[-|~]*cx?\[", o)])
     syncs = {"ACQBULK": "wait", "PREEXIT": "trigger", "BAR": "barrier"}
     inst.sync = frozenset({syncs[parts[0]]} if parts[0] in syncs else ())
+    inst.chip = _chip(parts)
     inst.moves = _moves(inst, parts, operands, parameters)
     inst.implies = _vote(inst, parts, operands)
     if parts[0] in ("R2P", "R2UP"):

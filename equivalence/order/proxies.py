@@ -1,0 +1,107 @@
+"""R11: what a thread writes to shared memory the usual way, and what the asynchronous proxy reads or overwrites there.
+
+Bulk copies, wgmma and tcgen05 reach shared memory through a proxy of their own. No barrier orders an ordinary store
+before them: on the way from one to the other stands a fence.proxy.async, of the thread that stored or of one that has
+learnt of the store. The same holds for the set-up of an mbarrier that a copy or a peer signals, which
+fence.mbarrier_init publishes too. Reads that precede an overwriting copy need a barrier, not this fence. In the other
+direction, what the proxy reads may be overwritten once its thread has waited for the group (in PTX; SASS counts these
+groups on scoreboards that are not followed, and how many groups a wait leaves open is not followed either).
+
+A way leads along one thread, or from a store to a barrier, an mbarrier's arrival or the cluster's barrier, and on from
+where another thread passes it. Which part of shared memory an instruction touches is not followed: a store and a copy
+that never meet, on a way without a fence, are a false alarm.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from .paths import ahead
+from .program import Inst
+from .rules import ERROR, Case, Finding, View
+from .values import on_chip, parameters
+
+BARRIERS = {"barrier": "barrier", "cluster arrive": "cluster wait"}  # what publishes: what acquires
+ARRIVALS = BARRIERS | {"arrive": "wait"}
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What one thread does, what must not follow without `between`, and what happens else.
+
+    passes: the ways to other threads. levels: where `between` is seen; SASS has no image of fence.mbarrier_init.
+    """
+
+    first: str
+    then: tuple[str, ...]
+    between: tuple[str, ...]
+    missing: str
+    passes: dict[str, str]
+    levels: tuple[str, ...] = ("PTX",)
+
+
+CROSSINGS = (
+    Crossing(
+        "write", ("read", "overwrite"), ("fence",),
+        "without a proxy fence between: the asynchronous proxy may not see what was stored", ARRIVALS, ("PTX", "SASS"),
+    ),
+    Crossing(
+        "init", ("overwrite", "remote"), ("fence", "init fence"),
+        "without a fence between: the barrier may be signalled before it is set up", BARRIERS,
+    ),
+    Crossing(
+        "read", ("write", "overwrite"), ("drained",),
+        "without a wait for the group between: what is overwritten may still be read", ARRIVALS,
+    ),
+)  # fmt: skip
+
+
+def crossings(case: Case) -> Iterator[Finding]:
+    """R11: between an ordinary store to shared memory and an asynchronous access, or the reverse, stands a fence."""
+    for view in case.views:
+        done: dict[str, list[int]] = {}
+        for i in sorted(view.reached):
+            done.setdefault(_does(view, i), []).append(i)
+        for crossing in CROSSINGS:
+            if view.program.level in crossing.levels:
+                yield from _unfenced(case, view, done, crossing)
+
+
+def _does(view: View, i: int) -> str:
+    """Inst.chip, and a write for a store through a generic address of shared memory."""
+    inst = view.program.insts[i]
+    stores = inst.access and inst.access.kind in ("store", "atomic")
+    return "write" if stores and not inst.chip and any(map(on_chip, view.values.get(i, ()))) else inst.chip
+
+
+def _unfenced(case: Case, view: View, done: dict[str, list[int]], crossing: Crossing) -> Iterator[Finding]:
+    program, insts = view.program, view.program.insts
+    later = [i for name in crossing.then for i in done.get(name, ())]
+    if not later:
+        return
+
+    def beyond(start: int, guard=None) -> frozenset[int]:
+        """Where a thread gets from `start` without what must stand between."""
+
+        def stop(inst: Inst) -> bool:
+            return inst.chip in crossing.between and inst.guard in (None, guard)
+
+        return frozenset(j for j in ahead(program, [start], stop) if not stop(insts[j]))
+
+    @cache
+    def anywhere(start: int) -> frozenset[int]:
+        return frozenset(ahead(program, [start]))
+
+    pairs = [(p, q) for a, b in crossing.passes.items() for p in done.get(a, ()) for q in done.get(b, ())]
+    pairs = [(p, q) for p, q in pairs if p == q or p not in anywhere(q) or q in anywhere(p)]  # q is never over before p
+    acquired = {q: beyond(q) for q in dict.fromkeys(q for _, q in pairs)}
+    told: set[int] = set()
+    for i in done.get(crossing.first, ()):
+        seen = beyond(i, insts[i].guard)
+        for u in (u for u in later if u not in told):
+            way = next((p for p, q in pairs if p in seen and u in acquired[q]), None)
+            if u in seen or way is not None:
+                told.add(u)
+                by = "" if u in seen else f" by way of {program.where(insts[way])}"
+                text = f"{insts[u].op} after {insts[i].op} at {program.where(insts[i])}{by}, {crossing.missing}"
+                yield case.finding("R11", ERROR, view, u, parameters(view.values.get(u, frozenset())), text)
