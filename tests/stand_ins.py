@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from reference.checkpoint import Checkpoint
 from reference.config import deep
@@ -17,9 +17,13 @@ small = replace(
 PROMPTS = ([256, *b"hello, hello"], [256, *b"ab"], [256, *b"aaaaaaaaaaaaaaaaaaaaaaaaa"], [256, *b"2 + 2"])
 
 
+kept: list[TemporaryDirectory] = []  # removed when the tests end
+
+
 @cache
 def stand_in(statistics: tuple[str, ...] = STATISTICS, seed: int = 0, config=small) -> Checkpoint:
     """A stand-in in a temporary folder, made once; not to be changed. Its tensors lie in 18 files."""
-    folder = Path(mkdtemp(prefix="k3-stand-in-")) / "weights"
+    kept.append(TemporaryDirectory(prefix="k3-stand-in-"))
+    folder = Path(kept[-1].name) / "weights"
     make(folder, config, statistics, seed, shards=18)
     return Checkpoint(folder)
