@@ -1,11 +1,13 @@
 """The race detector on small kernels: each is clean as written, and each edit of it is one known fault."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import test_simt_wgmma as warpgroup
 import torch
 
+from equivalence.simt import Fault
 from equivalence.simt.machine import Machine
 
 N = 64  # threads of a CTA: two warps
@@ -116,6 +118,7 @@ FAULTS = {
                                      "two lanes write at once, in one warp"),
     "handover: no warp barrier": ("handover", "bar.warp.sync -1;", "", "read, then write"),
     "handover: no wait": ("handover", "@!%p3 bra $WRITER;", "", "read, then write"),
+    "handover: no barrier after the init": ("handover", "bar.sync 0;\n", "", "mbarrier.init, then use"),
     "refill: no proxy fence": ("refill", "fence.proxy.async.shared::cta;", "",
                                "generic write, then asynchronous write without fence.proxy.async"),
     "refill: a fence of the other space": ("refill", "async.shared::cta;", "async.global;",
@@ -156,8 +159,11 @@ def test_a_clean_kernel_has_no_report(name, order, warps):
 def test_each_fault_is_reported(fault):
     name, old, new, kind = FAULTS[fault]
     assert CLEAN[name][0].count(old) == 1
-    reports = [execute(CLEAN[name][0].replace(old, new), warps=warps)[2] for warps in ("together", "last")]
-    assert kind in {r.kind for r in reports[0] + reports[1]}, reports
+    reports = []
+    for warps in ("together", "last"):
+        with suppress(Fault):
+            reports += execute(CLEAN[name][0].replace(old, new), warps=warps)[2]
+    assert kind in {r.kind for r in reports}, reports
 
 
 def test_equal_words_of_one_warp_are_no_race():

@@ -1,13 +1,14 @@
 """Who knows of whose accesses: a vector clock per lane of a grid, over the lanes of its cluster.
 
-Each clock has three rows: of accesses; of those that a fence.proxy.async has put before asynchronous ones in shared
-memory; and likewise in global memory. What a lane knows of other clusters, by flags in global memory, is in `far`.
+Each clock has four rows: of accesses; of those that a fence.proxy.async has put before asynchronous ones in shared
+memory; likewise in global memory; and of mbarrier.init, which fence.mbarrier_init and a relaxed cluster barrier hand
+on. What a lane knows of other clusters, by flags in global memory, is in `far`.
 """
 
 import numpy as np
 
-ROWS = {"shared": 1, "global": 2}
-# What one lane may hand to another: clocks [3, lanes of a cluster] by cluster, and the grids seen as ended.
+ROWS = {"shared": 1, "global": 2, "mbarrier": 3}
+# What one lane may hand to another: clocks [4, lanes of a cluster] by cluster, and the grids seen as ended.
 Known = tuple[dict[int, np.ndarray], np.ndarray]
 
 
@@ -28,7 +29,7 @@ class Clocks:
     def __init__(self, lanes: int, width: int, entry: np.ndarray):
         every = np.arange(lanes)
         self.width, self.cluster, self.at = width, every // width, every % width
-        self.row = np.zeros((lanes, 3, width), np.int32)
+        self.row = np.zeros((lanes, 4, width), np.int32)
         self.row[every, 0, self.at] = 1
         self.seen = np.tile(entry, (lanes, 1))
         self.far: dict[int, dict[int, np.ndarray]] = {}
@@ -47,6 +48,12 @@ class Clocks:
         known = {int(self.cluster[lane]): self.row[lane].copy(), **self.far.get(lane, {})}, self.seen[lane].copy()
         self.tick(lane)
         return known
+
+    def initialised(self, lane: int) -> Known:
+        """What a relaxed arrival hands on: the mbarriers that a fence.mbarrier_init has published."""
+        row = np.zeros_like(self.row[lane])
+        row[3] = self.row[lane, 3]
+        return {int(self.cluster[lane]): row}, np.zeros_like(self.seen[lane])
 
     def absorb(self, lane: int, known: Known | None) -> None:
         if known is None:

@@ -160,8 +160,9 @@ def _st_async(g, op: Op, I) -> None:
 
 def _mbar_init(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
-    for offset, n in zip(offsets.tolist(), g.read(op.args[0], I).tolist(), strict=True):
-        g.mbars[offset] = dict(expected=n, left=n, tx=0, phase=0, late=[], known=None, done=None)
+    for lane, offset, n in zip(I.tolist(), offsets.tolist(), g.read(op.args[0], I).tolist(), strict=True):
+        made = lane, int(g.clocks.now(lane)) if g.clocks else 0, op.line
+        g.mbars[offset] = dict(expected=n, left=n, tx=0, phase=0, late=[], known=None, done=None, made=made)
 
 
 def _mbar_arrive(g, op: Op, I) -> None:

@@ -274,6 +274,8 @@ class Grid:
     def mbar(self, op: Op, lane: int, offset: int) -> dict:
         if offset not in self.mbars:
             raise self.fault(op.line, lane, "no such barrier, or it was not initialised", offset)
+        if self.machine.races:
+            self.machine.races.barrier_used(self, op, lane, self.mbars[offset]["made"], offset)
         return self.mbars[offset]
 
     def late(self, bar: dict, *copy) -> None:

@@ -149,7 +149,9 @@ class Races:
             dirty = flight.dirty[name][ws]
             if dirty.any():
                 first = int(dirty[dirty != 0][0])
-                self._report("register written, then wgmma without wgmma.fence", g, max(first, 0), op.line, name)
+                self._report(
+                    "register written, then wgmma without wgmma.fence", g, max(first, 0), op.line, f"register {name}"
+                )
         for name in flight.names(op)[len(op.out) :]:
             self.register(g, op.line, name, ws, False)
         for o in offsets:
@@ -166,12 +168,20 @@ class Races:
         flight = g.flight
         if (write or name in flight.sums) and flight.uses[name][ws].any():
             first = int(flight.user[name][ws].max())
-            self._report(f"register of an unfinished wgmma, then {'write' if write else 'read'}", g, first, line, name)
+            self._report(f"register of an unfinished wgmma, then {'write' if write else 'read'}", g, first, line,
+                         f"register {name}")  # fmt: skip
 
-    def _report(self, kind: str, g, first: int, line: int, register: str) -> None:
+    def barrier_used(self, g, op, lane: int, made: tuple, offset: int) -> None:
+        """Whoever uses an mbarrier must know that it was initialised, by `made`: lane, clock, PTX line."""
+        who, actor, epoch, need = (np.array([x]) for x in (lane, [made[0]], [made[1]], [True]))
+        if all(g.clocks.unordered(who, actor, epoch, need, row).any() for row in (0, ROWS["mbarrier"])):
+            where = f"shared memory + {offset % g.smem_bytes}"
+            self._report("mbarrier.init, then use", g, made[2], op.line, where)
+
+    def _report(self, kind: str, g, first: int, line: int, where: str) -> None:
         if (key := (kind, g.index, first, line)) not in self._known:
             self._known.add(key)
-            self.reports.append(Race(kind, (g.name, first), (g.name, line), f"register {register}"))
+            self.reports.append(Race(kind, (g.name, first), (g.name, line), where))
 
     # ---- the check
 
@@ -292,9 +302,10 @@ class Races:
             g.clocks.meet(np.arange(32 * w, 32 * w + 32))
 
     def cluster_arrive(self, g, I, release: bool) -> None:
-        for lane in I.tolist() if release else ():
+        for lane in I.tolist():
             key = int(g.cluster[lane]), int(g.target[lane])
-            g.clocks.arrived[key] = merged(g.clocks.arrived.get(key), g.clocks.snapshot(lane))
+            known = g.clocks.snapshot(lane) if release else g.clocks.initialised(lane)
+            g.clocks.arrived[key] = merged(g.clocks.arrived.get(key), known)
 
     def cluster_wait(self, g, lanes) -> None:
         for lane in lanes.tolist():
@@ -310,6 +321,8 @@ class Races:
             g.clocks.fence(I, op.more["scope"])
         elif op.more["what"] == "proxy":
             g.clocks.proxy_fence(I, op.more["spaces"])
+        elif op.more["what"] == "mbarrier_init":
+            g.clocks.proxy_fence(I, ("mbarrier",))
 
     @staticmethod
     def _flag(space: str, offsets) -> list[int]:
