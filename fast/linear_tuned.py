@@ -1,9 +1,9 @@
 """Measured configurations of the skinny GEMM: (N, K) -> tokens M -> configuration.
 
-One H200, 2026-11-29 (M up to 8: kernels of commit 3826f06; from 16 on: of commit d778157). Each entry is the fastest of
-a sweep; times are microseconds per call, medians of CUDA graph replays over weights rotated through at least eight
-copies and 240 MB, first ours, then torch.mm in the same run. Tokens without an entry take that of the next larger M, or
-an estimate. At 64 tokens (and at 32 for the two largest shapes) torch.mm, which has wgmma, is still faster.
+One H200, 2026-11-29 (M up to 8: kernels of commit 3826f06; from 16 on: of commit d778157; wgmma: of commit 75bdc6d,
+2026-11-30). Each entry is the fastest of a sweep; times are microseconds per call, medians of CUDA graph replays over
+weights rotated through at least eight copies and 240 MB, first ours, then torch.mm in the same run. Tokens without an
+entry take that of the next larger M, or an estimate. At 64 tokens torch.mm is still faster for four shapes.
 """
 
 from .linear_direct import DirectConfig
@@ -66,4 +66,30 @@ TUNED: dict[tuple[int, int], dict[int, FmaConfig | MmaConfig | DirectConfig]] = 
 }
 
 # Where sm_90a's own form is faster still; the other targets stay with the table above.
-HOPPER: dict[tuple[int, int], dict[int, WgmmaConfig]] = {}
+HOPPER: dict[tuple[int, int], dict[int, WgmmaConfig]] = {
+    (6288, 7168): {
+        16: WgmmaConfig(1, 3, 4, 4, 4, 2),  # 23.84, 24.37
+        32: WgmmaConfig(3, 3, 4, 4, 4, 2),  # 24.30, 25.20
+        64: WgmmaConfig(4, 4, 4, 2, 4, 2),  # 26.29, 24.50
+    },
+    (2112, 7168): {
+        16: WgmmaConfig(1, 6, 8, 8, 4, 2),  # 8.88, 12.65
+        32: WgmmaConfig(1, 6, 8, 4, 4, 2),  # 9.87, 12.89
+        64: WgmmaConfig(3, 8, 4, 2, 8, 4),  # 12.23, 13.23
+    },
+    (1536, 7168): {
+        16: WgmmaConfig(1, 8, 8, 8, 4, 2),  # 7.05, 9.62
+        32: WgmmaConfig(1, 7, 8, 4, 4, 2),  # 7.90, 9.83
+        64: WgmmaConfig(2, 8, 8, 2, 8, 4),  # 10.19, 9.88
+    },
+    (7168, 1536): {
+        16: WgmmaConfig(1, 3, 4, 4, 4, 2),  # 6.67, 7.76
+        32: WgmmaConfig(3, 3, 4, 4, 4, 2),  # 7.54, 7.88
+        64: WgmmaConfig(3, 3, 4, 2, 4, 2),  # 9.12, 8.23
+    },
+    (2304, 1536): {
+        16: WgmmaConfig(1, 4, 8, 8, 2, 2),  # 3.64, 5.09
+        32: WgmmaConfig(1, 6, 8, 4, 2, 2),  # 4.13, 5.15
+        64: WgmmaConfig(2, 4, 6, 2, 6, 6),  # 5.66, 5.24
+    },
+}
