@@ -110,7 +110,7 @@ def test_a_model_with_words_needs_its_tokenizer(tmp_path, law_only):
     (("--checkpoint", "STAND-IN", "--layers", "0-2", "--fault", "kda.beta@3"), "fault 'kda.beta@3' matches no stage"),
     (("--checkpoint", "STAND-IN", "--record", "r"), "record r: nothing follows layer 5, the last of small"),
     (("--checkpoint", "STAND-IN", "--layers", "0-2", "--record", f"STAND-IN/{CONFIG}"), "exists; a recording is not"),
-    (("--checkpoint", "STAND-IN", "--layers", "0-2", "--record", "no/r"), "no does not exist"),
+    (("--checkpoint", "STAND-IN", "--layers", "0-2", "--record", "no/r"), "No such file or directory"),
     (("--checkpoint", "STAND-IN", "--layers", "2", "--recorded", "none"), "none: the recording is missing"),
     (("--checkpoint", "STAND-IN", "--layers", "2", "--recorded", f"STAND-IN/{CONFIG}"), "truncated or no"),
     (("--checkpoint", "STAND-IN", "--layers", "2", "--recorded", "STAND-IN/SHARD"), "format "),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from stand_ins import PROMPTS, small, stand_in
+from typer.testing import CliRunner
 
 from equivalence.law_twin import LawTwin, served_by
 from equivalence.recording import Hidden
@@ -17,6 +18,7 @@ from reference.checkpoint import INDEX, Checkpoint, CheckpointError
 from reference.kda import delta_rule, gates, unit_keys
 from reference.layout import expected
 from reference.numerics import fused
+from tools.cli import app
 from tools.stand_in import SHAPES, STATISTICS, StandIn, make, run
 
 
@@ -49,6 +51,20 @@ def test_only_an_empty_folder_is_filled(tmp_path):
     with pytest.raises(ValueError, match="shape 'wide': allowed are short, deep, rank"):
         run(str(tmp_path / "new"), "wide", "all", 0)
     assert not (tmp_path / "new").exists()
+
+
+def test_the_command_writes_and_says_what(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "short", (small, "six layers"))
+    call = ["stand-in", str(tmp_path / "w"), "--statistics", "decays,router", "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, call, prog_name="k3")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert result.exit_code == 0 and "six layers; statistics: decays, router" in result.stdout
+    assert found["statistics"] == ["decays", "router"] and found["layers"] == 6
+    assert torch.equal(
+        Checkpoint(tmp_path / "w").layer(1)["self_attn.dt_bias"], layer_of(("decays",), 1)["self_attn.dt_bias"]
+    )
+    again = CliRunner().invoke(app, call, prog_name="k3")
+    assert again.exit_code == 2 and again.stderr.count("\n") == 1 and "is not empty" in again.stderr
 
 
 def layer_of(statistics, layer):

@@ -26,7 +26,7 @@ from reference.stage import ContractError
 
 from . import check
 from .check import Checked, Part
-from .common import console, out, serving
+from .common import check_target, console, out, serving
 from .common import device as named_device
 from .common import prompts as named_prompts
 from .tokenizer import tokenizer
@@ -111,8 +111,7 @@ def _check_record(file: str, last: int, config: Config) -> None:
     if last == config.layers - 1:
         raise ContractError(f"record {file}: nothing follows layer {last}, the last of {config.name}")
     recording.refuse_existing(file)
-    if not Path(file).resolve().parent.is_dir():
-        raise FileNotFoundError(f"record {file}: the folder {Path(file).resolve().parent} does not exist")
+    check_target(file)
 
 
 def _begin(checkpoint, recorded, prompts, tokens, first: int, kind: str) -> tuple[Hidden, str]:

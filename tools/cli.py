@@ -102,7 +102,7 @@ def order(
     json: str = JSON,
 ):  # fmt: skip
     """Prove for every kernel and target that no load or store is reachable before the wait it depends on. No GPU."""
-    with one_line():
+    with one_line(json):
         from . import order as command
 
         result = command.run(kernel, target, scope)
@@ -173,13 +173,6 @@ def test(context: typer.Context):
 
 
 @app.command()
-def doctor(json: str = JSON):
-    """What this machine can run, and what is missing."""
-    with one_line(json):
-        from .doctor import render, report
-
-        found = report()
-@app.command()
 def stand_in(
     folder: str = typer.Argument(help="A new or empty folder."),
     shape: str = typer.Option("short", help="short (13 layers), deep (93), rank (true widths of one of 8 ranks)."),
@@ -194,6 +187,13 @@ def stand_in(
         write_json(result, json)
 
 
+@app.command()
+def doctor(json: str = JSON):
+    """What this machine can run, and what is missing."""
+    with one_line(json):
+        from .doctor import render, report
+
+        found = report()
         if json != "-":
             out.print(render(found), markup=False)
         write_json(found, json)

@@ -175,9 +175,9 @@ class OneLine(typer.core.TyperGroup):
         try:
             code = super().main(args, *rest, standalone_mode=False, **kwargs)
         except Exception as error:
-            if not standalone_mode or not hasattr(error, "format_message"):
+            if not standalone_mode or not (hasattr(error, "format_message") or isinstance(error, typer.Abort)):
                 raise
-            complain(error.format_message())
+            complain(error.format_message() if hasattr(error, "format_message") else "aborted")
             sys.exit(UNJUDGED)
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else EQUAL)

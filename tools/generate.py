@@ -13,6 +13,7 @@ from reference.state import DecodeState
 
 from .common import check_swaps, out, prompts
 from .common import device as named_device
+from .tokenizer import BYTE_LEVEL
 
 PAGE = 16
 
@@ -26,6 +27,8 @@ def run(prompt, prompt_id, tokens, model, device, backend, swaps, sampling, expl
     config = loaded.config
     if (prompt is None) == (prompt_id is None):
         raise ContractError("generate takes either --prompt or --prompt-id")
+    if config.bos != BYTE_LEVEL:
+        raise ContractError(f"generate speaks bytes; {config.name} has bos = {config.bos}, allowed is {BYTE_LEVEL}")
     ids = prompts(prompt_id)[0].tokens(config) if prompt_id else [config.bos, *os.fsencode(prompt)]
     schedule = sorted((_swap(text) for text in swaps), key=lambda s: s[0])
     pages = -(-(len(ids) + tokens) // PAGE) + 2
