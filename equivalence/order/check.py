@@ -34,13 +34,16 @@ class Report:
     """verdict: "findings" if a rule is broken, "unproven" if something could not be followed, else "proved".
 
     Findings of severity "quality" (a lost prefetch) cost time, not correctness, and leave the verdict alone.
-    accesses: what the verdict rests on, PTX then SASS, in program order.
+    accesses: what the verdict rests on, PTX then SASS, in program order. waits: every thread waits on every path.
+    patient: no thread triggers the next kernel before it has waited.
     """
 
     kernel: str
     target: str
     findings: tuple[Finding, ...]
     accesses: tuple[Seen, ...]
+    waits: bool
+    patient: bool
 
     @property
     def verdict(self) -> str:
@@ -75,7 +78,9 @@ def _check(build, disassembly: str, views: dict) -> Report:
     case = Case(kernel, build.target, views[ptx_key], views[sass_key])
     findings = [finding for rule in (*RULES, crossings) for finding in rule(case)]
     seen = tuple(_seen(case, view, i) for view in case.views for i in sorted(view.values))
-    return Report(kernel.name, build.target, _grouped(findings), seen)
+    early = [view.program.insts[i] for view in case.views for i in view.early & view.reached]
+    waits, patient = not any(i.exits for i in early), not any("trigger" in i.sync for i in early)
+    return Report(kernel.name, build.target, _grouped(findings), seen, waits, patient)
 
 
 def _body(build) -> str:

@@ -1,0 +1,162 @@
+"""R12: over the kernels of a step in launch order, each has waited for every kernel whose data it meets.
+
+A kernel's wait ends when the kernel before it is complete. That one was complete only after its own wait, if it had one
+in every thread; so waiting is transitive, and one kernel that does not wait breaks it for all that follow. What is read
+before the wait (weights) has to be complete when the kernel starts: a kernel starts once all CTAs of the one before it
+have triggered, which says nothing of their stores, and of earlier kernels only if the trigger came after the wait. A
+trigger before the last store is legal as long as every reader waits. A stage that the law serves, or a kernel launched
+without PDL, starts when the kernel before it is complete.
+
+Tensors meet by their buffer, weight or state; columns of one buffer are not told apart.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fast.kernel import Kernel, pick
+from fast.selection import Fast, Selection, Unit, divide, span_refs, twins
+from reference.plan import Plan, Ref
+from reference.stage import Role
+
+from .check import Report
+from .rules import ERROR, Finding
+
+Cell = tuple  # (space, name, layer) of a Ref
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a step (kernel "": a stage served by the law). early: cells it reads before its wait.
+
+    waits: on every path of every thread. patient: triggers only after it has waited.
+    """
+
+    key: str
+    kernel: str
+    pdl: bool
+    waits: bool
+    patient: bool
+    early: frozenset[Cell]
+    reads: frozenset[Cell]
+    writes: frozenset[Cell]
+
+
+def check_chain(chain: Sequence[Launch], target: str = "") -> list[Finding]:
+    """Which kernels may still be running where they must not. At the end of a step all are complete."""
+    found: dict[tuple, Finding] = {}
+    start: set[int] = set()  # kernels that may be running when this one starts, and once it has waited
+    after: set[int] = set()
+    for n, launch in enumerate(chain):
+        if n:
+            before = chain[n - 1]
+            complete = after  # where the kernel before is complete, only what ran beside it to its end may be running
+            if launch.pdl:
+                start = {n - 1} | (after if before.patient or not before.pdl else start)
+            else:
+                start = set(complete)
+            after = start & complete if launch.pdl and launch.waits else set(start)
+        for m, cell, text in _clashes(chain, launch, start, after):
+            key = launch.key, chain[m].key, cell
+            found.setdefault(key, _finding(launch, chain[m], cell, text, target))
+    return list(found.values())
+
+
+def _clashes(chain: Sequence[Launch], mine: Launch, start: set[int], after: set[int]) -> Iterator[tuple]:
+    """(earlier kernel, cell, what happens) for everything that a kernel may meet while another is still running."""
+    for m in sorted(start, reverse=True):
+        for cell in mine.early & chain[m].writes:
+            yield m, cell, "is read before the wait"
+    for m in sorted(after, reverse=True):
+        for cell in mine.reads & chain[m].writes:
+            yield m, cell, "is read"
+        for cell in mine.writes & (chain[m].reads | chain[m].writes):
+            yield m, cell, "is overwritten"
+
+
+def _finding(launch: Launch, other: Launch, cell: Cell, text: str, target: str) -> Finding:
+    if "before" in text:
+        reason = "it may only have triggered"
+    else:
+        reason = "a kernel between did not wait" if launch.waits or not launch.pdl else "this kernel does not wait"
+    return Finding(
+        "R12", ERROR, launch.kernel or launch.key, target, f"step {launch.key}",
+        cell[1] if cell[2] is None else f"{cell[1]}.{cell[2]}", cell[0], "",
+        f"{text} while {other.key} may still be running: {reason}",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _OnTarget(Fast):
+    """A twin as on a GPU of one target, whatever this machine has."""
+
+    target: str
+
+    def unfit(self, plan: Plan, device) -> str | None:
+        low, high = self.twin.batch
+        served = low <= plan.tokens <= high and not plan.prefill and self.target in self.twin.archs
+        return None if served else "not served"
+
+
+def units(plan: Plan, target: str, selection: Selection | None = None) -> list[Unit]:
+    """The units of a step as the fast decoder cuts them on a GPU of this target."""
+    known = {name: _OnTarget(fast.twin, target) for name, fast in twins().items()}
+    return divide(plan, selection or Selection(), known, torch.device("meta"))
+
+
+def kernels(plan: Plan, unit: Unit, target: str) -> tuple[Kernel, ...]:
+    """The kernels that serve a unit; none if the law does. State has two slots or pages here."""
+    if unit.implementation is None:
+        return ()
+    dims: dict[str, int] = {}
+    shapes: dict[str, tuple] = {}
+    specs = {s.name: s for step in unit.steps for s in step.stage.tensors}
+    refs = span_refs(unit.steps, unit.implementation.arguments)
+    for name, ref in refs.items():
+        if ref.space == "act":
+            shapes[name] = _activation(plan, ref)
+            dims |= zip(specs[name].axes, shapes[name].shape, strict=True)
+    for step in unit.steps:
+        dims |= {a: v for a, v in step.stage.axes.items() if isinstance(v, int)}
+    for name in refs.keys() - shapes.keys():
+        shape = [int(a) if a.isdigit() else dims.get(a, 2) for a in specs[name].axes]
+        shapes[name] = torch.empty(shape, dtype=specs[name].dtype, device="meta")
+    return pick(unit.implementation.twin, shapes, unit.attrs, target)
+
+
+def _activation(plan: Plan, ref: Ref) -> torch.Tensor:
+    shape, dtype = plan.buffers[ref.name]
+    made = torch.empty(shape, dtype=dtype, device="meta")
+    made = made if ref.cols is None else made[:, slice(*ref.cols)]
+    return made if ref.rows is None else made[-ref.rows :]
+
+
+def launches(plan: Plan, target: str, reports: dict[str, Report]) -> list[Launch]:
+    """The step in launch order. reports: of its kernels on this target, by name. Raises KeyError for one missing."""
+    chain = []
+    for unit in units(plan, target):
+        cells = {n: (r.space, r.name, r.layer) for s in unit.steps for n, r in s.bind.items()}
+        found = kernels(plan, unit, target)
+        if not found:
+            written = {cells[t.name] for s in unit.steps for t in s.stage.tensors if t.written and t.name in cells}
+            chain.append(Launch(unit.key, "", False, True, True, frozenset(), frozenset(cells.values()),
+                                frozenset(written)))  # fmt: skip
+        for kernel in found:
+            chain.append(of_kernel(unit.key, kernel, cells, reports[kernel.name]))
+    return chain
+
+
+def of_kernel(key: str, kernel: Kernel, cells: dict[str, Cell], report: Report) -> Launch:
+    """A kernel's part in a chain, from what the checker saw it access. cells: by the name of the argument."""
+    own = {a.name: ("scratch", f"{kernel.name}.{a.name}", None) for a in kernel.args if a.role is Role.SCRATCH}
+    cells = {**cells, **own}
+
+    def met(kinds: tuple[str, ...], early: bool | None = None) -> frozenset[Cell]:
+        seen = [a for a in report.accesses if a.kind in kinds and early in (None, a.before_wait)]
+        return frozenset(cells[name] for a in seen for name in a.tensors.split(" or ") if name in cells)
+
+    return Launch(
+        key, kernel.name, kernel.pdl, report.waits, report.patient, met(("load",), True) if kernel.pdl else frozenset(),
+        met(("load", "atomic")), met(("store", "atomic")),
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""R12: chains of kernels, made by hand and cut from the plan of a small model."""
+
+from dataclasses import replace
+
+import pytest
+
+from equivalence.order import chain
+from equivalence.order.chain import Launch, check_chain
+from equivalence.order.check import Report, Seen
+from fast import production_kernels
+from reference.config import k3_rank, mini
+from reference.plan import plan
+from reference.stage import Role
+
+
+def launch(key: str, reads="", writes="", early="", **kw) -> Launch:
+    cells = [frozenset(("act", name, None) for name in names.split()) for names in (early, f"{reads} {early}", writes)]
+    return Launch(key, key, **dict(dict(pdl=True, waits=True, patient=True, early=cells[0], reads=cells[1],
+                                        writes=cells[2]) | kw))  # fmt: skip
+
+
+def told(*launches: Launch) -> list[str]:
+    return [f"{f.kernel} {f.tensor} {f.text}" for f in check_chain(launches)]
+
+
+LAW = dict(pdl=False)
+FIRST = launch("first", **LAW)  # every step begins with a stage of the law
+
+
+def test_clean_chains():
+    a, b, c = launch("a", "x", "y"), launch("b", "y", "z"), launch("c", "y z", "x")
+    assert told(FIRST, a, b, c) == told(FIRST, a, launch("law", "y", "z", **LAW), c) == []
+    eager = [replace(k, patient=False) for k in (a, b, c)]  # triggers at once, but everyone waits
+    assert told(FIRST, *eager) == []
+    assert told(FIRST, a, launch("b", "z", "v", early="w"), c) == []
+    assert told(FIRST, a, replace(launch("b", "q", "r"), waits=False), launch("c", "r", "s")) == []  # meets nothing
+
+
+def test_a_reader_that_does_not_wait():
+    a, b = launch("a", "x", "y"), launch("b", "y", "z", waits=False)
+    assert told(FIRST, a, b) == ["b y is read while a may still be running: this kernel does not wait"]
+    assert told(FIRST, launch("a", "x", "y", **LAW), b)  # the law's kernel may have stored late
+    assert told(FIRST, a, launch("law", "q", "r", **LAW), b) == []
+
+
+@pytest.mark.parametrize("last", [launch("c", "y", "v"), launch("c", "y", "v", **LAW)])
+def test_a_kernel_between_that_does_not_wait(last):
+    a, b = launch("a", "x", "y"), launch("b", "q", "z", waits=False)
+    assert told(FIRST, a, b, last) == ["c y is read while a may still be running: a kernel between did not wait"]
+    assert told(FIRST, a, replace(b, waits=True), last) == []
+    assert told(FIRST, a, b, launch("d", "z", "u"), last) != []  # one that waits further on does not mend it
+
+
+def test_buffers_that_are_used_again():
+    a, b = launch("a", "x", "y"), launch("b", "q", "z", waits=False)
+    assert told(FIRST, a, b, launch("c", "z", "x")) == [
+        "c x is overwritten while a may still be running: a kernel between did not wait"
+    ]
+    assert told(FIRST, a, b, launch("c", "z", "y"))
+
+
+def test_what_is_read_before_the_wait_must_be_complete_at_the_start():
+    a, reader = launch("a", "x", "w"), launch("c", "y", "z", early="w")
+    assert told(FIRST, a, reader) == ["c w is read before the wait while a may still be running: "
+                                      "it may only have triggered"]  # fmt: skip
+    between = launch("b", "q", "r")
+    assert told(FIRST, a, between, reader) == []
+    assert told(FIRST, a, replace(between, patient=False), reader)
+
+
+@pytest.mark.parametrize("config", [mini, k3_rank(8)], ids=lambda c: c.name)
+def test_the_steps_of_models(config):
+    """Every kernel of a step is among those that are proved; the chain is clean unless one of them does not wait."""
+    made = plan(config, 4)
+    units = chain.units(made, "sm_103a")
+    kernels = {k.name: k for u in units for k in chain.kernels(made, u, "sm_103a")}
+    assert set(kernels) <= {k.name for k in production_kernels((4,))} and len(kernels) > 15
+
+    def report(kernel, **kw):
+        early = {Role.WEIGHT: True}
+        seen = tuple(Seen("", "store" if a.role is Role.OUTPUT else "load", a.name, early.get(a.role, False), ())
+                     for a in kernel.args)  # fmt: skip
+        return Report(kernel.name, "sm_103a", (), seen, **dict(waits=True, patient=False) | kw)
+
+    reports = {name: report(kernel) for name, kernel in kernels.items()}
+    steps = chain.launches(made, "sm_103a", reports)
+    assert len(steps) == len(units) and check_chain(steps) == []
+    broken = next(u.key for u in units if u.key.endswith("attn_res.post"))
+    name = next(s.kernel for s in steps if s.key == broken)
+    reports[name] = report(kernels[name], waits=False)
+    found = check_chain(chain.launches(made, "sm_103a", reports), "sm_103a")
+    assert any(f.where == f"step {broken}" and f.tensor == "prefix" and f.target == "sm_103a" for f in found)
+    assert all(f.severity == "error" and f.rule == "R12" for f in found)
