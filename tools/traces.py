@@ -211,7 +211,7 @@ def _exact(model, keys, old, new) -> list[Change]:
 
 
 def _rounded(model, keys, mode, old, new, size) -> list[Change]:
-    """fp32 within FP32 of the RMS; what is stored as bf16 equal, but for few elements of a stage that are one unit off."""
+    """fp32 within FP32 of the RMS; what is bf16 equal, but for few elements of a stage that are one unit off."""
     out, turned, seen = [], Counter(), Counter()
     for key, a, b, rms in zip(keys, old, new, size, strict=True):
         stage = f"{key.split()[0]} {key.split()[1].split('.', 1)[-1]} {key.split()[2]}"
