@@ -52,6 +52,13 @@ FAST = {
     "no fence": (linear_wgmma, "linear_wgmma", (FENCE, ""), BOTH, "wgmma.mma_async"),
     "no wait": (linear_wgmma, "linear_wgmma", ("        warpgroup.wait_group(0)\n", ""), {"PTX"}, "st.shared"),
     "set-up of bulk copies": (linear_mma, "linear_mma", (INIT, ""), {"PTX"}, "cp.async.bulk"),
+    "loads before the next bulk copy": (
+        linear_mma,
+        "linear_mma",
+        ('cute.arch.fence_proxy("async.shared", space="cta")', "pass"),
+        BOTH,
+        "cp.async.bulk",
+    ),
     "set-up of stores to peers": (attn_res, "attn_res", (INIT, ""), {"PTX"}, "st.async"),
 }
 
@@ -77,6 +84,8 @@ def test_mutants_of_fast_kernels(name):
     [
         ("st.shared.v4.b32 [%r1], {%r2, %r3, %r4, %r5}", "STS.128 [R2], R4", "write"),
         ("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r1], {%r2}", "STSM.16.M88 [R2], R4", "write"),
+        ("ld.shared.v4.b32 {%r2, %r3, %r4, %r5}, [%r1]", "LDS.128 R4, [R2]", "look"),
+        ("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r2, %r3}, [%r1]", "LDSM.16.M88.2 R4, [R2]", "look"),
         ("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r1], %r2, [%r3]", "STAS [R2.64], R4, R6",
          "remote"),
         ("cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], %r2", "UBLKCP.G.S [UR4], [UR8], UR11", "read"),

@@ -11,11 +11,11 @@ S = TypeVar("S")
 Literal = tuple[str, bool]  # a predicate register and the value it must have
 Operand = str | Value  # a register to read, or a value known at once
 LOCAL_MEMORY = "local memory"  # all of it as one register, which only grows
-# write: ordinary store; read, overwrite: by the asynchronous proxy; remote: into a peer's; init: of an mbarrier;
-# drained: the thread has waited for its asynchronous reads.
+# write, look: ordinary store and load; read, overwrite: by the asynchronous proxy; remote: into a peer's; init: of an
+# mbarrier; drained: the thread has waited for its asynchronous reads.
 CHIP = (
-    "", "write", "read", "overwrite", "remote", "init", "fence", "init fence", "arrive", "wait", "cluster arrive",
-    "cluster wait", "barrier", "drained",
+    "", "write", "look", "read", "overwrite", "remote", "init", "fence", "init fence", "arrive", "wait",
+    "cluster arrive", "cluster wait", "barrier", "drained",
 )  # fmt: skip
 LOAD = "*"  # as an operand: what the instruction's own access yields
 

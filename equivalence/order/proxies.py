@@ -1,11 +1,12 @@
-"""R11: what a thread writes to shared memory the usual way, and what the asynchronous proxy reads or overwrites there.
+"""R11: what threads access in shared memory the usual way, and what the asynchronous proxy reads or overwrites there.
 
 Bulk copies, wgmma and tcgen05 reach shared memory through a proxy of their own. No barrier orders an ordinary store
 before them: on the way from one to the other stands a fence.proxy.async, of the thread that stored or of one that has
 learnt of the store. The same holds for the set-up of an mbarrier that a copy or a peer signals, which
-fence.mbarrier_init publishes too. Reads that precede an overwriting copy need a barrier, not this fence. In the other
-direction, what the proxy reads may be overwritten once its thread has waited for the group (in PTX; SASS counts these
-groups on scoreboards that are not followed, and how many groups a wait leaves open is not followed either).
+fence.mbarrier_init publishes too, and for a load of what a copy overwrites: the load may still be under way when its
+thread arrives at the mbarrier that frees the memory, and on an H200 copies did overtake it. In the other direction,
+what the proxy reads may be overwritten once its thread has waited for the group (in PTX; SASS counts these groups on
+scoreboards that are not followed, and how many groups a wait leaves open is not followed either).
 
 A way leads along one thread, or from a store to a barrier, an mbarrier's arrival or the cluster's barrier, and on from
 where another thread passes it. Which part of shared memory an instruction touches is not followed: a store and a copy
@@ -46,6 +47,10 @@ CROSSINGS = (
         "without a proxy fence between: the asynchronous proxy may not see what was stored", ARRIVALS, ("PTX", "SASS"),
     ),
     Crossing(
+        "look", ("overwrite",), ("fence",),
+        "without a proxy fence between: the copy may overtake the load", ARRIVALS, ("PTX", "SASS"),
+    ),
+    Crossing(
         "init", ("overwrite", "remote"), ("fence", "init fence"),
         "without a fence between: the barrier may be signalled before it is set up", BARRIERS,
     ),
@@ -57,7 +62,7 @@ CROSSINGS = (
 
 
 def crossings(case: Case) -> Iterator[Finding]:
-    """R11: between an ordinary store to shared memory and an asynchronous access, or the reverse, stands a fence."""
+    """R11: between an ordinary access of shared memory and an asynchronous one stands a fence."""
     for view in case.views:
         done: dict[str, list[int]] = {}
         for i in sorted(view.reached):

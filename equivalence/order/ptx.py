@@ -218,6 +218,8 @@ def _chip(parts: list[str]) -> str:
     spaces = [p.partition("::")[0] for p in parts if p.partition("::")[0] in ("global", "shared")]
     if base in ("st", "red", "atom", "stmatrix") and (spaces == ["shared"] or base == "stmatrix"):
         return "remote" if "async" in parts or far else "write"
+    if base == "ldmatrix" or (base == "ld" and spaces == ["shared"] and not far):
+        return "look"
     if "wait_group" in parts and (base == "wgmma" or "bulk" in parts):
         return "drained"
     if base == "cp" and "bulk" in parts and "prefetch" not in parts and spaces:

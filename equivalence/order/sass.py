@@ -40,8 +40,9 @@ _SELECTS = {"SEL", "USEL", "FSEL", "IMNMX", "VIMNMX", "UIMNMX", "UVIMNMX"}
 
 
 _CHIP = {
-    "STS|STSM|U?ATOMS": "write", r"[HQIB]GMMA|UTC\w*MMA|UTCCP|UTMASTG|UTMAREDG": "read", "UTMALDG": "overwrite",
-    "STAS|REDAS": "remote", "UCGABAR_ARV": "cluster arrive", "UCGABAR_WAIT": "cluster wait", "BAR": "barrier",
+    "STS|STSM|U?ATOMS": "write", "U?LDS|LDSM": "look", r"[HQIB]GMMA|UTC\w*MMA|UTCCP|UTMASTG|UTMAREDG": "read",
+    "UTMALDG": "overwrite", "STAS|REDAS": "remote", "UCGABAR_ARV": "cluster arrive", "UCGABAR_WAIT": "cluster wait",
+    "BAR": "barrier",
 }  # fmt: skip
 
 
