@@ -123,11 +123,11 @@ def why_not_wgmma(cfg: WgmmaConfig, M: int, N: int, K: int) -> str | None:
         return "depth does not divide K, or stages do not divide the depth"
     if cfg.splits > 8 or cfg.splits > blocks:
         return "more than eight splits, or fewer blocks than splits"
-    if not 1 <= cfg.producers <= cfg.stages:
-        return "no producer, or more producers than stages"
+    if cfg.producers % cfg.team or not 1 <= cfg.producers // cfg.team <= cfg.stages or cfg.team > tokens:
+        return "no whole team of producers, more teams than stages, or more in a team than groups of 8 tokens"
     if cfg.smem(M) > SMEM:
         return "shared memory does not fit"
-    if tokens * cfg.width > 16:
+    if cfg.share(M) * cfg.width > 16:
         return "more than 64 registers of x"
     if registers_wgmma(cfg, M) > min(248, REGISTERS // cfg.threads // 8 * 8):
         return "registers of a CTA do not fit"

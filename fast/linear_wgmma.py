@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .device import WARP, load, load_weight, span
-from .linear_mma import add_splits, flat, send, store
+from .linear_mma import add_splits, flat, store
 
 CHUNK = 32  # columns that a warp covers with one 16-byte load per lane
 ROWS = 64  # weight rows of a warpgroup
@@ -30,9 +30,9 @@ ROWS = 64  # weight rows of a warpgroup
 @dataclass(frozen=True)
 class WgmmaConfig:
     """groups: warpgroups of 64 weight rows. splits: CTAs of a row tile, one cluster. depth: chunks of 32 columns in
-    flight. width: chunks of a stage of x, which one producer warp copies at once. stages: of the ring of x.
+    flight. width: chunks of a stage of x. stages: of the ring of x.
 
-    producers: warps that copy x.
+    producers: warps that copy x, in teams of `team`, which copy a stage at once: each warp its share of the tokens.
     """
 
     groups: int
@@ -41,6 +41,7 @@ class WgmmaConfig:
     width: int
     stages: int
     producers: int
+    team: int = 1
 
     @property
     def rows(self) -> int:
@@ -72,6 +73,10 @@ class WgmmaConfig:
         """16 x 8 accumulator fragments of one warp."""
         return -(-M // 8)
 
+    def share(self, M: int) -> int:
+        """Groups of 8 tokens that one producer copies of a stage, at most."""
+        return -(-self.fragments(M) // self.team)
+
     def owned(self, M: int) -> int:
         """Fragments of a tile that one CTA of its cluster adds, at most."""
         return -(-self.fragments(M) * self.warps_n // self.splits)
@@ -100,28 +105,31 @@ def fetch(w: cute.Tensor, ring: cute.Tensor, row: Int32, column: Int32, i: cutla
 
 @cute.jit
 def copy_x(x, sx: cute.Tensor, full, empty, first: Int32, count: Int32, me: Int32, cfg: cutlass.Constexpr):
-    """Producer warp `me` copies stages me, me + producers, .. of `count`, the first at column `first`.
+    """Producer warp `me` copies its share of its team's stages of `count`, the first at column `first`.
 
     sx [32, tokens / 8, 4, width, stages] in words: 8 tokens of 16 bytes are one core matrix of 128 bytes. Tokens past M
     repeat the last one; their columns are dropped.
     """
     M, lane = cutlass.const_expr(x.shape[0]), cute.arch.lane_idx()
-    groups = cutlass.const_expr(sx.shape[1])
-    for i in cutlass.range(me, count, cfg.producers, unroll=1):
+    groups, share = cutlass.const_expr(sx.shape[1]), cutlass.const_expr(cfg.share(x.shape[0]))
+    part = me % cfg.team
+    for i in cutlass.range(me // cfg.team, count, cfg.producers // cfg.team, unroll=1):
         slot = i % cfg.stages
         column = first + i * (CHUNK * cfg.width) + lane % 4 * 8
         pieces = [
-            load(span(x[cutlass.min(8 * g + lane // 4, M - 1), None], column + CHUNK * c, 8))
+            load(span(x[cutlass.min(8 * (part + cfg.team * g) + lane // 4, M - 1), None], column + CHUNK * c, 8))
             for c in range(cfg.width)
-            for g in range(groups)
+            for g in range(share)
         ]
         if i >= cfg.stages:
             cute.arch.mbarrier_wait(empty + slot, (i // cfg.stages + 1) % 2)
-        for c in cutlass.range_constexpr(cfg.width):
-            for g in cutlass.range_constexpr(groups):
-                words = cute.recast_tensor(pieces[c * groups + g], Int32)
-                for j in cutlass.range_constexpr(4):
-                    sx[lane, g, j, c, slot] = words[j]
+        for g in cutlass.range_constexpr(share):
+            group = part + cfg.team * g
+            if cfg.team * (g + 1) <= groups or group < groups:
+                for c in cutlass.range_constexpr(cfg.width):
+                    words = cute.recast_tensor(pieces[c * share + g], Int32)
+                    for j in cutlass.range_constexpr(4):
+                        sx[lane, group, j, c, slot] = words[j]
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
@@ -182,6 +190,23 @@ def consume(w, ring, b, acc, full, empty, row: Int32, column: Int32, blocks: Int
     use_block(mma, w, ring, b, acc, full, empty, (row, column), place, cfg, False)
 
 
+@cute.jit
+def send(acc: cute.Tensor, sums: cute.Tensor, ready, split: Int32, warp: Int32, cfg: cutlass.Constexpr):
+    """Give every fragment to the CTA of the cluster that adds it, as `add_splits` expects; its own stay on this SM."""
+    words = cute.recast_tensor(acc, Int32)
+    for f in cutlass.range_constexpr(words.shape[0] // 4):
+        q = warp * (words.shape[0] // 4) + f
+        to = sums[None, cute.arch.lane_idx(), split, q // cfg.splits]
+        if q % cfg.splits == split:
+            cute.autovec_copy(flat(acc, 4 * f, 4), to)
+        else:
+            value = tuple(words[4 * f + i] for i in range(4))
+            cute.arch.store_async_dsmem(to.iterator, value, ready, q % cfg.splits)
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(ready)
+
+
 @cute.kernel
 def wgmma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.Constexpr):
     M, (N, K) = cutlass.const_expr(x.shape[0]), w.shape
@@ -195,12 +220,12 @@ def wgmma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.
     F = cutlass.const_expr(cfg.fragments(M))  # of 8 tokens
     if thread == 0:
         for i in cutlass.range_constexpr(cfg.stages):
-            cute.arch.mbarrier_init(full + i, 1)
+            cute.arch.mbarrier_init(full + i, cfg.team)
             cute.arch.mbarrier_init(empty + i, cfg.warps_n)
         if cutlass.const_expr(cfg.splits > 1):
             mine = (F * cfg.warps_n + cfg.splits - 1 - split) // cfg.splits
-            cute.arch.mbarrier_init(ready, 1)
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, mine * cfg.splits * WARP * 16)
+            cute.arch.mbarrier_init(ready, 1 + cfg.warps_n)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, mine * (cfg.splits - 1) * WARP * 16)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     cute.arch.griddepcontrol_launch_dependents()
@@ -233,7 +258,7 @@ def wgmma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.
         layout = cute.make_layout((4, WARP, cfg.splits, cfg.owned(M)))
         sums = cute.make_tensor(cute.recast_ptr(partial, dtype=Float32), layout)
         if wid < cfg.warps_n:
-            send(cute.make_tensor(acc.iterator, cute.make_layout((4, 1, F))), sums, ready, split, wid, Int32(0), cfg)
+            send(acc, sums, ready, split, wid, cfg)
         cute.arch.mbarrier_wait(ready, 0)
         add_splits(sums, out, F, wid, split, row, low, cfg)
     elif wid < cfg.warps_n:
