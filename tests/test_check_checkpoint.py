@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from equivalence.cases import GOLDEN
 from equivalence.simt import compiler
 from reference.checkpoint import Checkpoint, write
+from reference.config import k3 as k3_config
+from reference.config import k3_rank
 from reference.layout import CONFIG
 from reference.weights import random_checkpoint_tensors
 from tools import check_checkpoint
@@ -171,6 +173,26 @@ def test_a_recording_of_other_weights(tmp_path):
         k3("check", "--checkpoint", other.folder, "--layers", "0", "--record", file, *QUICK)
     code, _, errors = k3("check", "--checkpoint", stand_in().folder, "--layers", 1, "--recorded", file)
     assert code == 2 and "recorded with other weights of layer 0" in errors
+
+
+def test_layers_that_cannot_fit_are_refused(record, law_only, monkeypatch):
+    """K3's layers whole: 16 GiB of experts each. A rank's share beside them needs little more."""
+    for judged, low, high in ((k3_config, 19, 24), (k3_rank(8), 18, 23)):
+        need = next(g for g in range(1, 99) if fits(judged, g << 30))
+        assert low < need < high
+    with pytest.raises(MemoryError, match=r"layer 1 of k3 needs about [0-9.]+ GiB on cpu, where 8.0 GiB are free"):
+        check_checkpoint.check_memory(k3_config, k3_config, (0, 11), 2, 8 << 30, "cpu")
+    monkeypatch.setattr(check_checkpoint, "free_bytes", lambda where: 1000)
+    code, _, errors = k3("check", "--checkpoint", stand_in().folder, "--layers", 2, "--recorded", record)
+    assert code == 2 and errors.count("\n") == 1 and "layer 2 of small needs about" in errors
+
+
+def fits(judged, free: int) -> bool:
+    try:
+        check_checkpoint.check_memory(k3_config, judged, (0, 92), 12, free, "cuda")
+    except MemoryError:
+        return False
+    return True
 
 
 def test_layers_before_a_recording_are_refused(record):

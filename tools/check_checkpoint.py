@@ -7,6 +7,7 @@ layer in a file, from which `--recorded` goes on, so that a checkpoint can be go
 
 import re
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from equivalence.simt import TARGET, compiler, interpreted
 from equivalence.streamed import Serving, piece_plan, pieces, stream
 from reference.checkpoint import Checkpoint
 from reference.config import Config
+from reference.layout import layer_table
+from reference.moe import GATHER_ELEMENTS
 from reference.numerics import fused, unfused
 from reference.shard import Mesh, rank_config
 from reference.stage import ContractError
@@ -29,10 +32,11 @@ from .check import Checked, Part
 from .common import check_target, console, out, serving
 from .common import device as named_device
 from .common import prompts as named_prompts
+from .doctor import free_memory
 from .tokenizer import tokenizer
 
 TOKENS = {"cuda": 64, "cpu": 4}
-CONTEXT = {"cuda": 1024, "cpu": 24}  # tokens of a prompt that are prefilled, at most
+CONTEXT = {"cuda": 512, "cpu": 24}  # tokens of a prompt that are prefilled, at most
 PROMPTS = {"cuda": 11, "cpu": 3}
 MODES = (fused, unfused)
 
@@ -58,6 +62,8 @@ def run(
         _check_record(record, last, config)
     hidden, told = _begin(checkpoint, recorded, prompts, tokens, first, where.type)
     servings, extra_parts = _servings(where, *chosen)
+    check_memory(config, rank_config(config, mesh) if mesh else config, (hidden.layer, last), len(hidden.tokens) + 1,
+                 free_bytes(where), str(where))  # fmt: skip
     with progress_bar(console) as progress:
         left = stream(checkpoint, hidden, first, last, servings, where, mesh=mesh, rank=rank, follow=follow,
                       progress=progress)  # fmt: skip
@@ -112,6 +118,27 @@ def _check_record(file: str, last: int, config: Config) -> None:
         raise ContractError(f"record {file}: nothing follows layer {last}, the last of {config.name}")
     recording.refuse_existing(file)
     check_target(file)
+
+
+def free_bytes(where: torch.device) -> int:
+    return torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else int(free_memory() * 2**30)
+
+
+def check_memory(whole: Config, judged: Config, layers: tuple[int, int], rows: int, free: int, device: str) -> None:
+    """Refuse what cannot fit: the weights of a layer, its widest matrix in float64 and float32, and the experts that
+    the law dequantises at once. An estimate from the shapes; `rows` are decoded together. Raises MemoryError."""
+    kinds = {(whole.is_mla(i), whole.is_dense(i)): i for i in range(layers[1], layers[0] - 1, -1)}
+    for layer in sorted(kinds.values()):
+        tables = [layer_table(config, layer) for config in {whole, judged}]
+        held = sum(prod(shape) * dtype.itemsize for table in tables for shape, dtype in table.values())
+        widest = max(prod(shape) for shape, dtype in layer_table(judged, layer).values() if dtype is not torch.uint8)
+        experts = 0 if judged.is_dense(layer) else rows * judged.topk * 2 * judged.expert_inter * judged.latent
+        need = held + 12 * widest + 20 * min(experts, GATHER_ELEMENTS)
+        if need > free:
+            gib = [f"{n / 2**30:.1f} GiB" for n in (need, free)]
+            raise MemoryError(
+                f"layer {layer} of {whole.name} needs about {gib[0]} on {device}, where {gib[1]} are free"
+            )
 
 
 def _begin(checkpoint, recorded, prompts, tokens, first: int, kind: str) -> tuple[Hidden, str]:

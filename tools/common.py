@@ -193,7 +193,7 @@ def one_line(target: str | None = None):
     try:
         check_target(target)
         yield
-    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+    except (ValueError, NotImplementedError, OSError, ImportError, MemoryError) as error:
         complain(error)
         sys.exit(UNJUDGED)
     except (Exception, KeyboardInterrupt):  # a crash is no verdict: Python's own exit code would say "disagreement"
