@@ -99,9 +99,16 @@ def order(
     kernel: str = typer.Option("", help="Only kernels whose name contains this."),
     target: list[str] = typer.Option([], help="sm_90a, sm_100a, sm_103a (default: all three)."),
     scope: str = typer.Option("batch1", help="forms: one kernel of each; batch1: also all of one request; all."),
+    score: bool = typer.Option(False, "--score", help="Judge known mutants instead: what do the checkers catch?"),
+    schedules: int = typer.Option(240, min=1, help="With --score: runs of the clean kernels."),
+    toolchain: list[str] = typer.Option([], help="Prove with the CuTe DSL in this folder, too; repeatable."),
     json: str = JSON,
 ):  # fmt: skip
     """Prove for every kernel and target that no load or store is reachable before the wait it depends on. No GPU."""
+    if score or toolchain:
+        from . import score as command
+
+        raise typer.Exit(command.main(kernel, target, scope, score, schedules, toolchain, json))
     with one_line(json):
         from . import order as command
 

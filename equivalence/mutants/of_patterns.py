@@ -28,7 +28,7 @@ THROUGH_SHARED = """def through_shared(t, mA):
 
 
 """
-BOX_SMEM = ("grid=(128, 1, 1), block=(256, 1, 1),\n", "grid=(128, 1, 1), block=(256, 1, 1), smem=2048,\n")
+BOX_SMEM = ("grid=(8, 1, 1), block=(256, 1, 1),\n", "grid=(8, 1, 1), block=(256, 1, 1), smem=2048,\n")
 DECAY = "    decay = mA[k]\n"
 SCAN_WAIT = DECAY + WAIT
 HELD = """def held(row, n):
@@ -49,6 +49,10 @@ RING_END = """    acc = cute.arch.warp_reduction_sum(acc)
 @cute.jit
 def ring("""
 BULK_WAITS = "    cute.arch.barrier()\n    cute.arch.mbarrier_wait(bars, 0)\n"
+BARRIER = "    cute.arch.barrier()\n"
+FENCED = "    cute.arch.fence_acq_rel_gpu()\n" + BARRIER
+TICKET = '        sLast[0] = cute.arch.atomic_add(mCount.iterator + tile, Int32(1), sem="acq_rel", scope="gpu")\n'
+SPUN = BARRIER + "    mY[b * 128 + t] = mInbox"
 ARM_X = "    if t == 0:\n        cute.arch.mbarrier_arrive_and_expect_tx(bars + 1"
 ARMED_LATE = "    if t == 0:\n    " + WAIT + "        cute.arch.mbarrier_arrive_and_expect_tx(bars + 1"
 
@@ -133,4 +137,23 @@ MUTANTS = (
           ("@cute.kernel\ndef split_kernel", HELD)],
          "static races values", "partial sums change while the kernel runs: no .nc load of them",
          **seen(("R1", "parts"))),
+    made(ORDERING, OWN, "RING: wait group off by one", [("cp_async_wait_group(1)", "cp_async_wait_group(2)")],
+         "races values", "the tile that is used is the newest but one, and two groups may be on their way"),
+    made(ORDERING, OWN, "RING: stage refilled while it is read",
+         [("sW[(None, t, (i + 1) % 2)]", "sW[(None, t, i % 2)]")],
+         "races values", "the copy of the next tile goes over the one in use"),
+    made(ORDERING, OWN, "BULK: activations not waited for", [("    cute.arch.mbarrier_wait(bars + 1, 0)\n", "")],
+         "races values", "the bulk copy may still be on its way"),
+    made(ORDERING, OWN, "BULK: wrong parity", [("mbarrier_wait(bars + 1, 0)", "mbarrier_wait(bars + 1, 1)")],
+         "races values", "the phase before the first counts as complete"),
+    made(ORDERING, OWN, "SPLIT: barrier before the ticket dropped", [(FENCED, FENCED.replace(BARRIER, ""))],
+         "races", "thread 0 announces sums that other threads have not stored"),
+    made(ORDERING, OWN, "SPLIT: barrier after the ticket dropped", [(TICKET + BARRIER, TICKET)],
+         "races values", "the other threads read the ticket before thread 0 has it"),
+    made(ORDERING, OWN, "SPLIT: epoch off by one", [("if sLast[0] == S - 1:", "if sLast[0] == S - 2:")],
+         "races values", "the last but one adds the sums, and one is missing"),
+    made(ORDERING, OWN, "SPLIT: counter not reset", [("            mCount[tile] = Int32(0)\n", "            pass\n")],
+         "values", "right once; the next launch counts on from a stale epoch"),
+    made(ORDERING, OWN, "MAILBOX: barrier behind the spinning thread dropped", [(SPUN, SPUN.replace(BARRIER, ""))],
+         "", "only thread 0 has seen the flag; the others load what may not be there"),
 )  # fmt: skip

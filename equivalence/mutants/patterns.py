@@ -216,8 +216,8 @@ def mailbox(mInbox: cute.Tensor, mFlag: cute.Tensor, mY: cute.Tensor, stream: cu
 W, X, S, I, P, Y = Role.WEIGHT, Role.ACTIVATION, Role.STATE, Role.INDEX, Role.SCRATCH, Role.OUTPUT
 
 GEMV = Kernel(
-    "gemv", gemv, (Arg("w", W, bf16, (1024, 1024)), Arg("x", X, bf16, (1024,)), Arg("y", Y, bf16, (1024,))),
-    grid=(128, 1, 1), block=(256, 1, 1),
+    "gemv", gemv, (Arg("w", W, bf16, (64, 1024)), Arg("x", X, bf16, (1024,)), Arg("y", Y, bf16, (64,))),
+    grid=(8, 1, 1), block=(256, 1, 1),
 )  # fmt: skip
 SCAN = Kernel(
     "scan", scan,
@@ -226,12 +226,12 @@ SCAN = Kernel(
     grid=(4, 1, 1), block=(128, 1, 1),
 )  # fmt: skip
 RING = Kernel(
-    "ring", ring, (Arg("w", W, bf16, (64, 4096)), Arg("x", X, bf16, (4096,)), Arg("y", Y, f32, (64, 4))),
-    grid=(64, 1, 1), block=(128, 1, 1), smem=4096,
+    "ring", ring, (Arg("w", W, bf16, (4, 4096)), Arg("x", X, bf16, (4096,)), Arg("y", Y, f32, (4, 4))),
+    grid=(4, 1, 1), block=(128, 1, 1), smem=4096,
 )  # fmt: skip
 BULK = Kernel(
-    "bulk", bulk, (Arg("w", W, bf16, (64, 1024)), Arg("x", X, bf16, (1024,)), Arg("y", Y, f32, (64, 4))),
-    grid=(64, 1, 1), block=(128, 1, 1), smem=4224,
+    "bulk", bulk, (Arg("w", W, bf16, (4, 1024)), Arg("x", X, bf16, (1024,)), Arg("y", Y, f32, (4, 4))),
+    grid=(4, 1, 1), block=(128, 1, 1), smem=4224,
 )  # fmt: skip
 SPLIT = Kernel(
     "split", split,
