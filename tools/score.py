@@ -29,7 +29,7 @@ def _score(wanted: str, targets: list[str], schedules: int, printer, json: str |
 
     began = time.monotonic()
     with console.status("breaking kernels") as status:
-        result = score(wanted, targets or TARGETS, schedules=schedules, told=status.update)
+        result = score(wanted, targets or TARGETS, schedules=schedules, told=lambda line, _: status.update(line))
     seconds = time.monotonic() - began
     printer.print("\n".join(_lines(result)), markup=False, soft_wrap=True)
     printer.print(f"{seconds:.0f} s, {result.cpu:.0f} s of CPU time")

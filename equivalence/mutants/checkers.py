@@ -1,7 +1,7 @@
 """What each checker says of one mutant: the order proof, the worst order with the race detector, and the law."""
 
+import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,7 +42,7 @@ class Seen:
 
 @dataclass
 class Built:
-    """A kernel for some targets. refused: why fast.kernel would not build it. same: targets with the clean code."""
+    """A kernel for some targets. refused: why fast.kernel would not build it."""
 
     kernel: Kernel | None
     builds: dict[str, Build] = field(default_factory=dict)
@@ -50,9 +50,14 @@ class Built:
     seconds: float = 0.0
 
 
+def spent() -> float:
+    """CPU seconds of this process and of the tools it ran."""
+    return sum(os.times()[:4])
+
+
 def build(entry: Mutant | None, base: str, targets: Sequence[str]) -> Built:
     """Compile a mutant, or the clean kernel for None. Raises what the compiler raises, but for a wait that is gone."""
-    began, b = time.process_time(), BASES[base]
+    began, b = spent(), BASES[base]
     module = b.original if entry is None else mutant(b.original, entry.edits)
     kernel = b.kernel(module, tensors(base))
     try:
@@ -60,20 +65,25 @@ def build(entry: Mutant | None, base: str, targets: Sequence[str]) -> Built:
     except ValueError as error:
         if NEVER_WAITS not in str(error):
             raise
-        return Built(kernel, refused=str(error), seconds=time.process_time() - began)
-    return Built(kernel, builds, seconds=time.process_time() - began)
+        return Built(kernel, refused=str(error), seconds=spent() - began)
+    return Built(kernel, builds, seconds=spent() - began)
 
 
-def static(entry: Mutant, made: Built, targets: Sequence[str]) -> list[Seen]:
-    """The order proof of PTX and SASS. A quality mutant counts as caught by any finding, others by a verdict."""
-    if made.refused:
-        return [Seen(STATIC, t, 1, 1, made.seconds / len(targets), f"refused: {made.refused}") for t in targets]
-    began, out = time.process_time(), []
-    reports = check_builds([made.builds[t] for t in targets])
-    each = (time.process_time() - began + made.seconds) / len(targets)
-    for target, report in zip(targets, reports, strict=True):
-        found = [f for f in report.findings if f.severity != QUALITY or entry.family == QUALITY_FAMILY]
-        out.append(Seen(STATIC, target, int(bool(found)), 1, each, str(found[0]) if found else ""))
+def static(entries: Sequence[Mutant], built: Sequence[Built], targets: Sequence[str]) -> list[list[Seen]]:
+    """The order proof of PTX and SASS of several mutants at once. A quality mutant counts as caught by any finding,
+    others by a verdict."""
+    began = spent()
+    asked = [(n, t) for n, made in enumerate(built) for t in targets if not made.refused]
+    reports = dict(zip(asked, check_builds([built[n].builds[t] for n, t in asked]), strict=True))
+    each, out = (spent() - began) / max(len(asked), 1), []
+    for n, (entry, made) in enumerate(zip(entries, built, strict=True)):
+        out.append([])
+        for t in targets:
+            if made.refused:
+                out[n].append(Seen(STATIC, t, 1, 1, 0.0, f"refused: {made.refused}"))
+                continue
+            found = [f for f in reports[n, t].findings if f.severity != QUALITY or entry.family == QUALITY_FAMILY]
+            out[n].append(Seen(STATIC, t, int(bool(found)), 1, each, str(found[0]) if found else ""))
     return out
 
 
@@ -89,7 +99,7 @@ def dynamic(base: str, made: Built, target: str, repeats: int, first_seed: int =
     """Worst orders of the interpreter: what the race detector reports, and whether any byte comes out otherwise."""
     stream, clean = clean_stream(base, target)
     races, values = Seen(RACES, target, 0, repeats, 0.0), Seen(VALUES, target, 0, repeats, 0.0)
-    began = time.process_time()
+    began = spent()
     for n in range(repeats):
         warps = WARPS[n % len(WARPS)]
         ran = stream.run(made.kernel, made.builds[target].ptx, "adversarial", warps, first_seed + n)
@@ -101,7 +111,7 @@ def dynamic(base: str, made: Built, target: str, repeats: int, first_seed: int =
         for seen, what in ((races, ran.reports[0] if ran.reports else ""), (values, wrong)):
             seen.hits += bool(what)
             seen.first = seen.first or (what and f"{what} (warps {warps}, seed {first_seed + n})")
-    races.seconds = values.seconds = (time.process_time() - began) / 2
+    races.seconds = values.seconds = (spent() - began) / 2
     return [races, values]
 
 
@@ -118,11 +128,11 @@ def where(stream: Stream, byte: int) -> str:
 def law(entry: Mutant, made: Built, target: str) -> Seen:
     """One launch in plain order against the law: values inside the bounds of `equivalence.compare`, every other byte
     as it was, and, where the kernel promises it, a row alone with the bits it has in its batch."""
-    began, b = time.process_time(), BASES[entry.base]
+    began, b = spent(), BASES[entry.base]
     stream = Stream(made.kernel, tensors(b.name))
     ran = stream.run(made.kernel, made.builds[target].ptx, "plain")
     wrong = ran.fault or against_law(b, stream, ran) or (entry.family == STATE and _alone(b, made, target, ran)) or ""
-    return Seen(LAW, target, int(bool(wrong)), 1, time.process_time() - began, wrong)
+    return Seen(LAW, target, int(bool(wrong)), 1, spent() - began, wrong)
 
 
 def against_law(b, stream: Stream, ran: Ran) -> str:

@@ -36,7 +36,7 @@ def compile_all(wanted: str, targets: list[str]) -> list[dict]:
 
     rows = []
     for name, kernel in subjects(wanted).items():
-        for target in targets:
+        for target in (t for t in targets if t in kernel.archs):
             row = dict(name=name, target=target)
             try:
                 build = kernel.compile(target)

@@ -1,6 +1,5 @@
 """The score: which checker catches which mutant, and what they say of clean kernels."""
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -8,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from multiprocessing import get_context
 
-from equivalence.order import TARGETS, check_builds
+from equivalence.order import TARGETS, check_builds, cubin
 
 from . import checkers
 from .catalog import CATALOG
@@ -16,14 +15,9 @@ from .entry import FAMILIES, HOISTED, LAW, ORDERING, QUALITY, STATE, STATIC, Mut
 from .scenes import BASES, tensors
 from .stream import Stream
 
-SHARE = 4  # mutants of one base that a process takes at a time: they share the clean kernel's runs
+SHARE = 8  # mutants of one base that a process takes at a time: they share the clean kernel's runs
 DEMANDS = (("ordering", "caught", 0.95), ("ordering", "static", 0.80), ("hoisted load", "caught", 1.0))
 HOIST_COUNT = re.compile(r"\bLDG\S*CONSTANT\S*")
-
-
-def spent() -> float:
-    """CPU seconds of this process and the tools it ran."""
-    return sum(os.times()[:4])
 
 
 @dataclass
@@ -144,24 +138,42 @@ def _clean(base: str, targets: tuple[str, ...]) -> checkers.Built:
     return checkers.build(None, base, targets)
 
 
-def judge(entry: Mutant, targets: Sequence[str], repeats: int) -> Judged:
-    """Ask every checker that can see this family. Schedules run on the first target, and on the others where the
-    order proof is silent and their PTX is another; a run of equal PTX is told once for each."""
-    began = spent()
-    faulty = tuple(t for t in entry.targets if t in targets)
-    out = Judged(entry.name, entry.family, entry.catalog, entry.text, faulty, tuple(sorted(entry.expected)))
-    made = checkers.build(entry, entry.base, targets)
-    out.seen = checkers.static(entry, made, targets)
-    if not made.refused:
-        out.same = tuple(t for t in targets if checkers.same_code(made, _clean(entry.base, tuple(targets)), t))
-        if entry.family == HOISTED:
-            out.hoisted = {t: lifted(made.builds[t].sass) for t in targets}
-        if entry.family == STATE:
-            out.seen += [checkers.law(entry, made, targets[0])] if BASES[entry.base].stages else []
-        elif entry.family != QUALITY:
-            silent = [s.target for s in out.seen if not s.caught]
-            out.seen += _schedules(entry, made, [t for t in targets if t in silent or t == targets[0]], repeats)
-    out.seconds = spent() - began
+def judge(entries: Sequence[Mutant], targets: Sequence[str], repeats: int) -> list[Judged]:
+    """Ask every checker that can see the family of each mutant; the order proof takes all of them at once.
+
+    Schedules run on the first target, and on the others where the order proof is silent; equal PTX runs once.
+    """
+    built, out = [checkers.build(e, e.base, targets) for e in entries], []
+    shown = checkers.static(entries, built, targets)
+    above = _lifted(entries, built, targets)
+    for entry, made, seen, hoisted in zip(entries, built, shown, above, strict=True):
+        began = checkers.spent()
+        faulty = tuple(t for t in entry.targets if t in targets)
+        one = Judged(entry.name, entry.family, entry.catalog, entry.text, faulty, tuple(sorted(entry.expected)), seen)
+        one.hoisted = hoisted
+        if not made.refused:
+            clean = _clean(entry.base, tuple(targets))
+            one.same = tuple(t for t in targets if checkers.same_code(made, clean, t))
+            if entry.family == STATE:
+                one.seen += [checkers.law(entry, made, targets[0])] if BASES[entry.base].stages else []
+            elif entry.family != QUALITY:
+                silent = [s.target for s in seen if not s.caught]
+                asked = [t for t in targets if t in silent or t == targets[0]]
+                one.seen += list(_schedules(entry, made, asked, repeats))
+        one.seconds = checkers.spent() - began + made.seconds + sum(s.seconds for s in seen if s.checker == STATIC)
+        out.append(one)
+    return out
+
+
+def _lifted(entries, built, targets: Sequence[str]) -> list[dict[str, int]]:
+    """For hoisted loads, `lifted` of each target's SASS; nothing for others."""
+    out: list[dict[str, int]] = [{} for _ in entries]
+    asked = [n for n, e in enumerate(entries) if e.family == HOISTED and not built[n].refused]
+    for target in targets if asked else ():
+        builds = [built[n].builds[target] for n in asked]
+        texts = cubin.disassemble([(b.cubin, b.symbol) for b in builds], target)
+        for n, text in zip(asked, texts, strict=True):
+            out[n][target] = lifted(text)
     return out
 
 
@@ -176,9 +188,9 @@ def _schedules(entry: Mutant, made: checkers.Built, targets: Sequence[str], repe
         yield from seen
 
 
-def lifted(sass: str | None) -> int:
+def lifted(sass: str) -> int:
     """Non-coherent loads in front of the first wait, in the order of the disassembly's lines."""
-    return len(HOIST_COUNT.findall((sass or "").partition("ACQBULK")[0]))
+    return len(HOIST_COUNT.findall(sass.partition("ACQBULK")[0]))
 
 
 def clean(base: str, targets: Sequence[str], schedules: int) -> tuple[list[Alarm], int, int]:
@@ -198,13 +210,13 @@ def clean(base: str, targets: Sequence[str], schedules: int) -> tuple[list[Alarm
 
 
 def _judge_named(names: Sequence[str], targets: Sequence[str], repeats: int) -> tuple[list[Judged], float]:
-    began = spent()
-    return [judge(CATALOG[name], targets, repeats) for name in names], spent() - began
+    began = checkers.spent()
+    return judge([CATALOG[n] for n in names], targets, repeats), checkers.spent() - began
 
 
 def _clean_named(base: str, targets: Sequence[str], schedules: int) -> tuple[tuple, float]:
-    began = spent()
-    return clean(base, targets, schedules), spent() - began
+    began = checkers.spent()
+    return clean(base, targets, schedules), checkers.spent() - began
 
 
 def _shares(entries: Iterable[Mutant]) -> Iterator[list[str]]:
@@ -217,13 +229,13 @@ def _shares(entries: Iterable[Mutant]) -> Iterator[list[str]]:
 
 def score(
     wanted: str = "", targets: Sequence[str] = TARGETS, *, schedules: int = 240, repeats: int = 2, jobs: int = 2,
-    told: Callable[[str], None] = lambda line: None,
+    told: Callable[[str, Score], None] = lambda line, so_far: None,
 ) -> Score:  # fmt: skip
     """Judge every mutant whose name contains `wanted`, and the clean kernels they come from.
 
     schedules: interpreted runs of the clean kernels, over all of them. repeats: schedules per mutant and target.
-    told: gets a line whenever some are done. Raises ValueError for a name or target that is not there, EditError if
-    a kernel has moved on from an edit.
+    told: gets a line, and the score so far, whenever some are done. Raises ValueError for a name or target that is not
+    there, EditError if a kernel has moved on from an edit.
     """
     entries = [m for m in CATALOG.values() if wanted in m.name]
     if not entries:
@@ -243,7 +255,7 @@ def score(
                 result.cpu += cpu
                 if runs[run] is None:
                     result.judged += made
-                    told(f"{len(result.judged)} of {len(entries)} mutants")
+                    told(f"{len(result.judged)} of {len(entries)} mutants", result)
                 else:
                     alarms, proofs, ran = made
                     result.alarms += alarms
