@@ -129,7 +129,7 @@ def why_not_wgmma(cfg: WgmmaConfig, M: int, N: int, K: int) -> str | None:
         return "shared memory does not fit"
     if cfg.share(M) * cfg.width > 16:
         return "more than 64 registers of x"
-    if registers_wgmma(cfg, M) > min(248, REGISTERS // cfg.threads // 8 * 8):
+    if registers_wgmma(cfg, M) > min(248, REGISTERS // (-(-cfg.threads // 128) * 128) // 8 * 8):
         return "registers of a CTA do not fit"
     if cfg.tiles(N) > 0.96 * sum(sms * residents_wgmma(cfg, M) // cfg.splits for sms in GPCS):
         return "more than one wave"  # as measured: grids that need every place, or all but one of 34, took two
