@@ -154,11 +154,21 @@ class Kernel:
         _launched.add((self, device))
 
 
+@dataclass(frozen=True)
+class Asm:
+    """Inline assembly as the compiler gets it. effects: declared to have side effects. source: file:line."""
+
+    text: str
+    constraints: str
+    effects: bool
+    source: str
+
+
 @dataclass(frozen=True, eq=False)
 class Build:
     """What a Kernel compiled to. Everything is in memory; `sass` is None without nvdisasm (package or PATH).
 
-    function: launches it; None where only the code was asked for (lower.py).
+    function: launches it; None where only the code was asked for (lower.py). asm: the inline assembly in its source.
     """
 
     kernel: Kernel
@@ -167,6 +177,7 @@ class Build:
     cubin: bytes
     symbol: str
     function: Callable | None = field(repr=False)
+    asm: tuple["Asm", ...] = ()
 
     @cached_property
     def sass(self) -> str | None:
@@ -194,11 +205,35 @@ def _compile(kernel: Kernel, target: str) -> Build:
         options = cute.KeepPTX(), cute.KeepCUBIN(), cute.GPUArch(target), cute.EnableTVMFFI(True), DumpDir(folder)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         lengths = {name: cute.sym_int32() for name in kernel.lengths}
-        made = cute.compile[options](kernel.entry, *(a.fake(lengths) for a in kernel.args), *kernel.constants, stream)
+        asm: list[Asm] = []
+        made = cute.compile[options](
+            kernel.entry, *(a.fake(lengths) for a in kernel.args), *kernel.constants, stream,
+            trace_finalize_hooks=lambda dsl, module, name: asm.extend(inline_asm(module)),
+        )  # fmt: skip
         ptx, cubin = made.__ptx__, made.__cubin__
     symbol = check_ptx(kernel, ptx)
     check_launch(kernel, str(made.ir_module))
-    return Build(kernel, target, ptx, cubin, symbol, made)
+    return Build(kernel, target, ptx, cubin, symbol, made, tuple(asm))
+
+
+def inline_asm(module) -> list[Asm]:
+    """The different pieces of inline assembly of a traced module; their source where it was traced with line info."""
+    from cutlass._mlir.ir import WalkResult
+
+    found: dict[tuple, Asm] = {}
+
+    def visit(op):
+        if op.operation.name == "llvm.inline_asm":
+            told = op.operation.attributes
+            text, constraints = (told[name].value for name in ("asm_string", "constraints"))
+            place = re.search(r'\("([^"]+)":(\d+):', str(op.operation.location))
+            source = f"{Path(place[1]).name}:{place[2]}" if place else ""
+            key = text, constraints, "has_side_effects" in told
+            found.setdefault(key, Asm(*key, source))
+        return WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return list(found.values())
 
 
 def check_ptx(kernel: Kernel, ptx: str) -> str:

@@ -10,18 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .kernel import COMPILED, Build, Kernel, check_launch, check_ptx
+from .kernel import COMPILED, Build, Kernel, check_launch, check_ptx, inline_asm
 
 _alike: dict[tuple[Callable, tuple[str, ...]], bool] = {}  # whether an entry's traces for these targets were equal
 
 
-def lower(kernel: Kernel, targets: Sequence[str]) -> list[Build]:
+def lower(kernel: Kernel, targets: Sequence[str], lines: bool = False) -> list[Build]:
     """A Build for each target: that of `kernel.compile` if there is one, else its PTX and cubin without a function.
 
+    lines: with line information, made anew. It changes no instruction.
     Raises NotImplementedError for a target that the kernel is not for, ValueError for a launch that is misstated.
     """
     if wrong := [t for t in targets if t not in kernel.archs]:
         raise NotImplementedError(f"{kernel.name}: target {wrong[0]!r}; allowed are {', '.join(kernel.archs)}")
+    if lines:
+        return [build for target in targets for build in _traced(kernel, (target,), lines)[1]]
     made = {t: replace(COMPILED[kernel.code, t], kernel=kernel) for t in targets if (kernel.code, t) in COMPILED}
     made |= {b.target: b for b in _lowered(kernel, tuple(t for t in targets if t not in made))}
     return [made[target] for target in targets]
@@ -40,17 +43,18 @@ def _lowered(kernel: Kernel, targets: tuple[str, ...]) -> list[Build]:
     return [build for target in targets for build in _traced(kernel, (target,))[1]]
 
 
-def _traced(kernel: Kernel, targets: tuple[str, ...]) -> tuple[str, list[Build]]:
+def _traced(kernel: Kernel, targets: tuple[str, ...], lines: bool = False) -> tuple[str, list[Build]]:
     """Trace for the first target, compile for all of them: the traced device code and the Builds."""
     import cutlass.cute as cute
     from cutlass._mlir.passmanager import PassManager
     from cutlass.base_dsl.compiler import DumpDir
     from cutlass.cute.runtime import make_fake_stream
 
-    device_code, host_code = "", {}
+    device_code, host_code, asm = "", {}, ()
 
     def compile_for_the_others(dsl, module, name: str) -> None:
-        nonlocal device_code
+        nonlocal asm, device_code
+        asm = tuple(inline_asm(module))
         if len(targets) == 1:  # to be compared
             device_code = next(str(op) for op in module.body.operations if op.operation.name == "gpu.module")
         pipeline = dsl.preprocess_pipeline(dsl._get_pipeline(None), targets[0])
@@ -62,7 +66,13 @@ def _traced(kernel: Kernel, targets: tuple[str, ...]) -> tuple[str, list[Build]]
             host_code[target] = functions(copy.regions[0].blocks[0].operations)
 
     with tempfile.TemporaryDirectory() as folder:
-        options = cute.KeepPTX(), cute.KeepCUBIN(), cute.GPUArch(targets[0]), DumpDir(folder)
+        options = (
+            cute.KeepPTX(),
+            cute.KeepCUBIN(),
+            cute.GPUArch(targets[0]),
+            DumpDir(folder),
+            cute.GenerateLineInfo(lines),
+        )
         lengths = {name: cute.sym_int32() for name in kernel.lengths}
         made = cute.compile[options](
             kernel.entry, *(a.fake(lengths) for a in kernel.args), *kernel.constants, make_fake_stream(),
@@ -75,7 +85,7 @@ def _traced(kernel: Kernel, targets: tuple[str, ...]) -> tuple[str, list[Build]]
         ptx = files[target][".ptx"].decode().rstrip("\0")
         symbol = check_ptx(kernel, ptx)
         check_launch(kernel, host_code[target])
-        builds.append(Build(kernel, target, ptx, files[target][".cubin"], symbol, None))
+        builds.append(Build(kernel, target, ptx, files[target][".cubin"], symbol, None, asm))
     return device_code, builds
 
 

@@ -1,11 +1,13 @@
-"""A small kernel that stores to shared memory and lets bulk copies read it: clean for R11, and text for mutants."""
+"""Small kernels for R11 (bulk copies of shared memory) and R13 (inline assembly): clean, and text for mutants."""
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fast.kernel import Arg, Kernel
 from reference.stage import Role
@@ -40,4 +42,39 @@ PUBLISH = Kernel(
     "publish", publish,
     (Arg("x", Role.ACTIVATION, torch.float32, (1024,)), Arg("y", Role.OUTPUT, torch.float32, (1024,))),
     block=(256, 1, 1), smem=1024,
+)  # fmt: skip
+
+
+@dsl_user_op
+def peek(at, *, loc=None, ip=None) -> Int32:
+    """A load in inline assembly."""
+    at = (at.toint(loc=loc, ip=ip)).ir_value(loc=loc, ip=ip)
+    made = llvm.inline_asm(T.i32(), [at], "ld.global.b32 $0, [$1];", "=r,l", has_side_effects=True,
+                           asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip)  # fmt: skip
+    return Int32(made)
+
+
+@dsl_user_op
+def fence(*, loc=None, ip=None) -> None:
+    llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True,
+                    asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip)  # fmt: skip
+
+
+@cute.kernel
+def peek_kernel(mX: cute.Tensor, mY: cute.Tensor):
+    t, _, _ = cute.arch.thread_idx()
+    cute.arch.griddepcontrol_wait()
+    mY[t] = peek(mX.iterator + t)
+    fence()
+    cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def peek_entry(mX: cute.Tensor, mY: cute.Tensor, stream: cuda.CUstream):
+    peek_kernel(mX, mY).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream, use_pdl=True)
+
+
+PEEK = Kernel(
+    "peek", peek_entry,
+    (Arg("x", Role.ACTIVATION, torch.int32, (32,)), Arg("y", Role.OUTPUT, torch.int32, (32,))), block=(32, 1, 1),
 )  # fmt: skip

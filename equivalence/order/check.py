@@ -63,24 +63,27 @@ class Report:
 
 def check(build) -> Report:
     """Check one Build (fast.kernel). Raises ToolMissing without nvdisasm, Unreadable for text it cannot read."""
-    return _check(build, cubin.disassemble([(build.cubin, build.symbol)], build.target)[0], {})
+    return _report(build, *_views(build, cubin.disassemble([(build.cubin, build.symbol)], build.target)[0], {}))
 
 
-def _check(build, disassembly: str, views: dict) -> Report:
-    """views: what was made of equal texts before; two targets often have one."""
-    kernel = build.kernel
+def _views(build, disassembly: str, known: dict) -> tuple[View, View]:
+    """PTX and SASS. known: what was made of equal texts before; two targets often have one."""
     layout = cubin.parameters(build.cubin, build.symbol)
     ptx_key, sass_key = _body(build), (disassembly, layout)
-    if ptx_key not in views:
-        views[ptx_key] = View(ptx.read(build.ptx, build.symbol))
-    if sass_key not in views:
-        views[sass_key] = View(sass.read(disassembly, build.symbol, layout))
-    case = Case(kernel, build.target, views[ptx_key], views[sass_key])
+    if ptx_key not in known:
+        known[ptx_key] = View(ptx.read(build.ptx, build.symbol))
+    if sass_key not in known:
+        known[sass_key] = View(sass.read(disassembly, build.symbol, layout))
+    return known[ptx_key], known[sass_key]
+
+
+def _report(build, ptx_view: View, sass_view: View) -> Report:
+    case = Case(build.kernel, build.target, ptx_view, sass_view, build.asm)
     findings = [finding for rule in (*RULES, crossings) for finding in rule(case)]
     seen = tuple(_seen(case, view, i) for view in case.views for i in sorted(view.values))
     early = [view.program.insts[i] for view in case.views for i in view.early & view.reached]
     waits, patient = not any(i.exits for i in early), not any("trigger" in i.sync for i in early)
-    return Report(kernel.name, build.target, _grouped(findings), seen, waits, patient)
+    return Report(build.kernel.name, build.target, _grouped(findings), seen, waits, patient)
 
 
 def _body(build) -> str:
@@ -111,10 +114,11 @@ def _grouped(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def check_builds(builds: Sequence) -> list[Report]:
-    """Check many Builds, in their order. Those whose PTX differs only in the kernel's name are checked once."""
+    """Check many Builds, in their order. Those that differ only in the kernel's name are checked once."""
 
     def key(build) -> tuple:
-        return build.target, _body(build), build.kernel.pdl, tuple((a.name, a.role) for a in build.kernel.args)
+        args = tuple((a.name, a.role) for a in build.kernel.args)
+        return build.target, _body(build), build.asm, build.kernel.pdl, args
 
     keys = list(map(key, builds))
     unique = dict(zip(keys, builds, strict=True))
@@ -127,7 +131,7 @@ def check_builds(builds: Sequence) -> list[Report]:
     for k, build in unique.items():
         if len(views) > VIEWS_KEPT:
             views.clear()
-        reports[k] = _check(build, texts[k], views)
+        reports[k] = _report(build, *_views(build, texts[k], views))
     return [_renamed(reports[k], build.kernel.name) for k, build in zip(keys, builds, strict=True)]
 
 
@@ -155,4 +159,18 @@ def _share(kernels: Sequence, targets: Sequence[str]) -> list[list[Report]]:
     """The reports of each kernel."""
     builds = [lower(kernel, [t for t in targets if t in kernel.archs]) for kernel in kernels]
     reports = iter(check_builds([build for some in builds for build in some]))
-    return [[next(reports) for _ in some] for some in builds]
+    return [[_located(build, next(reports)) for build in some] for some in builds]
+
+
+def _located(build, report: Report) -> Report:
+    """The report with the source lines of its findings, from the same code made once more with line information."""
+    if not report.findings:
+        return report
+    (lined,) = lower(build.kernel, [build.target], lines=True)
+    views, theirs = (_views(b, cubin.disassemble([(b.cubin, b.symbol)], b.target)[0], {}) for b in (build, lined))
+    for view, other in zip(views, theirs, strict=True):
+        if [inst.op for inst in view.program] != [inst.op for inst in other.program]:
+            return report
+        for inst, twin in zip(view.program, other.program, strict=True):
+            inst.source = twin.source
+    return _report(replace(build, asm=lined.asm), *views)

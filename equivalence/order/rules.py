@@ -1,5 +1,6 @@
 """The rules: what a kernel may load and store where. Each rule is one function over a Case."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ ERROR, UNPROVEN, QUALITY = "error", "unproven", "quality"
 
 @dataclass(frozen=True)
 class Finding:
-    """One breach. where: "PTX <line>" or "SASS <offset>"; source: file:line of the kernel where line info exists."""
+    """One breach. where: "PTX <line>", "SASS <offset>", "source" or "step <unit>"; source: file:line of the kernel."""
 
     rule: str
     severity: str
@@ -69,6 +70,7 @@ class Case:
     target: str
     ptx: View
     sass: View
+    asm: tuple = ()  # of fast.kernel.Asm
 
     @property
     def views(self) -> tuple[View, View]:
@@ -268,6 +270,23 @@ def releases(case: Case) -> Iterator[Finding]:
                 break
 
 
+def opaque_asm(case: Case) -> Iterator[Finding]:
+    """R13: inline assembly that accesses memory or orders accesses says so to the compiler."""
+    for asm in case.asm:
+        orders = re.search(r"\b(?:griddepcontrol\.wait|fence|membar|bar\.|barrier\.|mbarrier\.|cp\.async)", asm.text)
+        if not asm.effects and (orders or "[" in asm.text):
+            text = "is declared free of side effects: the compiler may lift it over any wait, merge it or drop it"
+        elif orders and "~{memory}" not in asm.constraints:
+            text = "has no memory clobber: the compiler may move ordinary loads and stores across it"
+        else:
+            continue
+        yield Finding(
+            "R13", ERROR, case.kernel.name, case.target, "source", "", "", asm.source,
+            f"inline assembly {asm.text.strip()!r} {text}",
+        )  # fmt: skip
+
+
 RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     non_coherent, early_loads, followed, always_waits, early_stores, prefetched, constant_weights, acquires, releases,
+    opaque_asm,
 )  # fmt: skip
