@@ -11,7 +11,7 @@ from tools.stand_in import STATISTICS, make
 
 # Every kind of layer, four blocks of attention residuals, and widths that two ranks can share.
 small = replace(
-    deep, name="small", layers=6, mla_layers=(3, 5), heads=2, block=2, experts=32, topk=4, expert_inter=64,
+    deep, name="small", layers=6, mla_layers=(3, 5), heads=2, block=2, experts=16, topk=4, expert_inter=64,
     shared_inter=64,
 )  # fmt: skip
 PROMPTS = ([256, *b"hello, hello"], [256, *b"ab"], [256, *b"aaaaaaaaaaaaaaaaaaaaaaaaa"], [256, *b"2 + 2"])

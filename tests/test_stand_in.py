@@ -101,11 +101,14 @@ def test_statistics_are_what_they_claim():
     assert 290 < large / usual < 310
     moe_ = layer_of(STATISTICS, 1)
     bias, gate = (moe_[f"block_sparse_moe.gate.{n}"] for n in ("e_score_correction_bias", "weight"))
-    assert (bias > 0.9).nonzero().flatten().tolist() == [9, 20, 31] and torch.equal(gate[2], gate[3])
+    assert (bias > 0.9).nonzero().flatten().tolist() == [4, 9, 15] and torch.equal(gate[2], gate[3])
     scales = torch.cat([t[::8].flatten() for n, t in moe_.items() if n.endswith("w1.weight_scale")])
     assert scales.min() < 5 and scales.max() > 235 and scales.float().std() > 60
     back = torch.cat([t[::8].flatten() for n, t in moe_.items() if n.endswith("w2.weight_scale")])
     assert back.min() < 5 and 150 < back.max() <= 160
+
+
+four = replace(small, layers=4, mla_layers=(3,), experts=32)
 
 
 class Mutant(LawTwin):
@@ -173,8 +176,8 @@ def test_a_mistake_that_only_the_statistic_shows(statistic, stage, wrong, layer)
     """Each mutant equals the law on plain random weights, and is found where its statistic is there."""
     for statistics, verdict in (((), "equal"), ((statistic,), "disagreement"), (STATISTICS, "disagreement")):
         serving = Serving("wrong", **served_by(Mutant(stage, wrong)))
-        hidden = Hidden.empty(small, PROMPTS, 1)
-        stream(stand_in(statistics), hidden, layer, layer, [serving])
+        hidden = Hidden.empty(four, PROMPTS, 1)
+        stream(stand_in(statistics, config=four), hidden, layer, layer, [serving])
         result = serving.result(dict(tokens=1))
         assert result.verdict == verdict, (statistics, result.statement)
         if result.first:

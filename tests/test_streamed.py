@@ -117,18 +117,18 @@ def test_what_ranks_hold_adds_up_to_the_layer():
         assert (parts[0][stage].double() - want).norm() > 0.1 * want.norm()
 
 
-@pytest.mark.parametrize("tp", [None, 2])
-def test_a_fault_in_one_layer_is_named(tp):
+def test_a_fault_in_one_layer_is_named():
     def spoil(values, tensors):
         values["out"] = values["out"] * 1.01
 
-    for layer in (1, 4):
-        serving = Serving(
-            "fault", **served_by(LawTwin("fault", ("kda.out_norm",), fused, spoil), layers=(layer, layer))
-        )
-        stream(stand_in(), begin(), 0, 5, [serving], mesh=tp and Mesh(tp))
-        result = serving.result(dict(tokens=DECODED))
-        assert {f.place.key for f in result.findings if not f.ok} == {f"{layer:02d}.kda.out_norm"}
+    right, wrong = (LawTwin(name, ("kda.out_norm",), fused, s) for name, s in (("right", None), ("wrong", spoil)))
+    served = served_by(right, wrong)
+    served["selection"] = served["selection"].swap("kda.out_norm", "right").swap("kda.out_norm", "wrong", (1, 1))
+    serving = Serving("one fault", **served)
+    stream(stand_in(), begin(decoded=1), 0, 2, [serving], mesh=Mesh(2))
+    assert {f.place.key for f in serving.findings if not f.ok} == {"01.kda.out_norm"}
+    by = {e.key: e.served_by for e in serving.served.values() if e.served_by != "reference"}
+    assert by == {"00.kda.out_norm": "right", "01.kda.out_norm": "wrong", "02.kda.out_norm": "right"}
 
 
 def test_weights_that_change_are_seen():

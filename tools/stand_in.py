@@ -59,6 +59,7 @@ class StandIn(RandomCheckpoint):
             if name not in STATISTICS:
                 raise ValueError(f"statistic {name!r}: allowed are {', '.join(STATISTICS)}")
         self.statistics = statistics
+        self._quantised: tuple[str, tuple[Tensor, Tensor]] = ("", ())  # codes and scales of the last expert matrix
 
     def has(self, name: str) -> bool:
         return name in self.statistics
@@ -75,7 +76,7 @@ class StandIn(RandomCheckpoint):
             int.from_bytes(sha256(f"{self.seed} {key}".encode()).digest()[:7], "little")
         )
         if dtype is torch.uint8:
-            return self._packed(name, shape, rng)
+            return self._packed(name, key, shape, rng)
         if len(shape) == 1:
             return self._vector(base, shape, rng).to(dtype)
         n = prod(shape)
@@ -156,17 +157,19 @@ class StandIn(RandomCheckpoint):
     def _lm_head(self, t: Tensor, rng) -> Tensor:
         return 4 * t
 
-    def _packed(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    def _packed(self, name: str, key: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
         """Codes or scales of an expert matrix: groups of 32 normals, quantised."""
         codes = name.endswith("_packed")
         width = shape[1] * (2 if codes else mxfp4.GROUP)
         n = shape[0] * width // mxfp4.GROUP
-        groups = torch.randn(min(n, GROUPS), mxfp4.GROUP, generator=rng) * width**-0.5
-        drawn = mxfp4.quant(groups)[not codes]
+        if self._quantised[0] != key:
+            groups = torch.randn(min(n, GROUPS), mxfp4.GROUP, generator=rng) * width**-0.5
+            self._quantised = key, mxfp4.quant(groups)
+        drawn = self._quantised[1][not codes]
         made = drawn.repeat(-(-n // len(drawn)), 1)[:n].reshape(shape)
         if not codes and self.has("scales"):
             top = 160 if ".w2." in name else 240
-            made = made.clone()
+            made, rng = made.clone(), torch.Generator().manual_seed(rng.initial_seed() + 1)
             made[::8] = torch.randint(0, top + 1, made[::8].shape, generator=rng, dtype=torch.uint8)
         return made
 
