@@ -1,7 +1,7 @@
 """`k3 order`: the static order proof over the kernels of fast/."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from .common import DISAGREEMENT, EQUAL, UNJUDGED, console, out
 
@@ -10,25 +10,31 @@ SCOPES = ("forms", "batch1", "all")
 
 @dataclass
 class Result:
+    """chains: findings over the kernels of whole steps; None where not all of their kernels were proved."""
+
     reports: list
+    chains: list | None = None
 
     @property
     def exit_code(self) -> int:
-        verdicts = {r.verdict for r in self.reports}
+        verdicts = {r.verdict for r in self.reports} | ({"findings"} if self.chains else set())
         return DISAGREEMENT if "findings" in verdicts else UNJUDGED if "unproven" in verdicts or not verdicts else EQUAL
 
     def as_dict(self) -> dict:
-        return dict(verdict=self.exit_code, reports=[r.as_dict() for r in self.reports])
+        chains = None if self.chains is None else [asdict(f) for f in self.chains]
+        return dict(verdict=self.exit_code, reports=[r.as_dict() for r in self.reports], chains=chains)
 
 
 def run(kernel: str, targets: list[str], scope: str) -> Result:
     """Compile and check; prints one line per finding and a summary.
 
     scope: "forms" (one kernel of each form), "batch1" (also every kernel of a single request) or "all" (every batch
-    size of `fast.BATCHES`, about a quarter of an hour on two cores). kernel: part of the names wanted.
+    size of `fast.BATCHES`). The last two also follow the chain of kernels through whole steps. kernel: part of the
+    names wanted; a part has no chains.
     """
+    from equivalence.order.chain import check_steps
     from equivalence.order.check import TARGETS, check_kernels
-    from fast import forms, production_kernels
+    from fast import BATCHES, forms, production_kernels
 
     unknown = [t for t in targets if t not in TARGETS]
     if unknown:
@@ -47,7 +53,11 @@ def run(kernel: str, targets: list[str], scope: str) -> Result:
     for report in reports:
         if report.findings:
             out.print("\n".join(report.lines()), markup=False)
-    proved = sum(r.verdict == "proved" for r in reports)
-    about = f"{len(kernels)} of {len(every)} kernels x {len(targets or TARGETS)} targets"
+    proved, codes = sum(r.verdict == "proved" for r in reports), len({k.code for k in kernels})
+    about = f"{len(kernels)} of {len(every)} kernels with {codes} codes x {len(targets or TARGETS)} targets"
     out.print(f"order: {proved} of {len(reports)} proved ({about})")
-    return Result(reports)
+    if scope == "forms" or kernel:
+        return Result(reports)
+    steps, chains = check_steps((1,) if scope == "batch1" else BATCHES, targets or TARGETS, reports)
+    out.print("\n".join([*map(str, chains), f"chains: {len(chains)} findings in {steps} decode steps"]), markup=False)
+    return Result(reports, chains)

@@ -10,14 +10,16 @@ without PDL, starts when the kernel before it is complete.
 Tensors meet by their buffer, weight or state; columns of one buffer are not told apart.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
 from fast.kernel import Kernel, pick
 from fast.selection import Fast, Selection, Unit, divide, span_refs, twins
-from reference.plan import Plan, Ref
+from reference.config import deep, k3_rank, mini
+from reference.plan import Plan, Ref, plan
 from reference.stage import Role
 
 from .check import Report
@@ -99,64 +101,90 @@ class _OnTarget(Fast):
         return None if served else "not served"
 
 
-def units(plan: Plan, target: str, selection: Selection | None = None) -> list[Unit]:
+def units(step: Plan, target: str, selection: Selection | None = None) -> list[Unit]:
     """The units of a step as the fast decoder cuts them on a GPU of this target."""
     known = {name: _OnTarget(fast.twin, target) for name, fast in twins().items()}
-    return divide(plan, selection or Selection(), known, torch.device("meta"))
+    return divide(step, selection or Selection(), known, torch.device("meta"))
 
 
-def kernels(plan: Plan, unit: Unit, target: str) -> tuple[Kernel, ...]:
+def kernels(step: Plan, unit: Unit, target: str) -> tuple[Kernel, ...]:
     """The kernels that serve a unit; none if the law does. State has two slots or pages here."""
     if unit.implementation is None:
         return ()
     dims: dict[str, int] = {}
     shapes: dict[str, tuple] = {}
-    specs = {s.name: s for step in unit.steps for s in step.stage.tensors}
+    specs = {s.name: s for part in unit.steps for s in part.stage.tensors}
     refs = span_refs(unit.steps, unit.implementation.arguments)
     for name, ref in refs.items():
         if ref.space == "act":
-            shapes[name] = _activation(plan, ref)
+            shapes[name] = _activation(step, ref)
             dims |= zip(specs[name].axes, shapes[name].shape, strict=True)
-    for step in unit.steps:
-        dims |= {a: v for a, v in step.stage.axes.items() if isinstance(v, int)}
+    for part in unit.steps:
+        dims |= {a: v for a, v in part.stage.axes.items() if isinstance(v, int)}
     for name in refs.keys() - shapes.keys():
         shape = [int(a) if a.isdigit() else dims.get(a, 2) for a in specs[name].axes]
         shapes[name] = torch.empty(shape, dtype=specs[name].dtype, device="meta")
     return pick(unit.implementation.twin, shapes, unit.attrs, target)
 
 
-def _activation(plan: Plan, ref: Ref) -> torch.Tensor:
-    shape, dtype = plan.buffers[ref.name]
+def _activation(step: Plan, ref: Ref) -> torch.Tensor:
+    shape, dtype = step.buffers[ref.name]
     made = torch.empty(shape, dtype=dtype, device="meta")
     made = made if ref.cols is None else made[:, slice(*ref.cols)]
     return made if ref.rows is None else made[-ref.rows :]
 
 
-def launches(plan: Plan, target: str, reports: dict[str, Report]) -> list[Launch]:
+def launches(step: Plan, target: str, reports: dict[str, Report]) -> list[Launch]:
     """The step in launch order. reports: of its kernels on this target, by name. Raises KeyError for one missing."""
-    chain = []
-    for unit in units(plan, target):
+    chain, known, seen = [], {}, {}
+    for unit in units(step, target):
         cells = {n: (r.space, r.name, r.layer) for s in unit.steps for n, r in s.bind.items()}
-        found = kernels(plan, unit, target)
-        if not found:
+        alike = _kind(unit) if unit.implementation else None
+        if alike not in known:
+            known[alike] = kernels(step, unit, target)
+        if not known[alike]:
             written = {cells[t.name] for s in unit.steps for t in s.stage.tensors if t.written and t.name in cells}
             chain.append(Launch(unit.key, "", False, True, True, frozenset(), frozenset(cells.values()),
                                 frozenset(written)))  # fmt: skip
-        for kernel in found:
-            chain.append(of_kernel(unit.key, kernel, cells, reports[kernel.name]))
+        for kernel in known[alike]:
+            if kernel.name not in seen:
+                seen[kernel.name] = accessed(kernel, reports[kernel.name])
+            chain.append(_launch(unit.key, kernel, cells, reports[kernel.name], seen[kernel.name]))
     return chain
 
 
-def of_kernel(key: str, kernel: Kernel, cells: dict[str, Cell], report: Report) -> Launch:
-    """A kernel's part in a chain, from what the checker saw it access. cells: by the name of the argument."""
-    own = {a.name: ("scratch", f"{kernel.name}.{a.name}", None) for a in kernel.args if a.role is Role.SCRATCH}
-    cells = {**cells, **own}
+def _kind(unit: Unit) -> tuple:
+    """What the kernels of a unit depend on: all but its layer."""
+    bound = [(s.stage.name, n, r.space, r.name, r.cols, r.rows) for s in unit.steps for n, r in s.bind.items()]
+    return unit.implementation, *bound, *sorted(unit.attrs.items())
 
-    def met(kinds: tuple[str, ...], early: bool | None = None) -> frozenset[Cell]:
+
+def accessed(kernel: Kernel, report: Report) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The names of the tensors that a kernel reads before its wait, reads, and writes, as the checker saw it."""
+
+    def met(kinds: tuple[str, ...], early: bool | None = None) -> frozenset[str]:
         seen = [a for a in report.accesses if a.kind in kinds and early in (None, a.before_wait)]
-        return frozenset(cells[name] for a in seen for name in a.tensors.split(" or ") if name in cells)
+        return frozenset(name for a in seen for name in a.tensors.split(" or "))
 
-    return Launch(
-        key, kernel.name, kernel.pdl, report.waits, report.patient, met(("load",), True) if kernel.pdl else frozenset(),
-        met(("load", "atomic")), met(("store", "atomic")),
-    )  # fmt: skip
+    return met(("load",), True) if kernel.pdl else frozenset(), met(("load", "atomic")), met(("store", "atomic"))
+
+
+def _launch(key: str, kernel: Kernel, cells: dict[str, Cell], report: Report, seen: tuple) -> Launch:
+    own = {a.name: ("scratch", f"{kernel.name}.{a.name}", None) for a in kernel.args if a.role is Role.SCRATCH}
+    early, reads, writes = (frozenset((cells | own)[name] for name in names if name in cells | own) for names in seen)
+    return Launch(key, kernel.name, kernel.pdl, report.waits, report.patient, early, reads, writes)
+
+
+def check_steps(batches: Sequence[int], targets: Sequence[str], reports: Iterable[Report]) -> tuple[int, list[Finding]]:
+    """R12 over a decode step of every model whose kernels `fast.production_kernels` lists: steps checked, findings.
+
+    reports: of all their kernels on these targets. Raises KeyError for one missing.
+    """
+    by_target = {t: {} for t in targets}
+    for report in reports:
+        by_target[report.target][report.kernel] = report
+    found: list[Finding] = []
+    models = (k3_rank(8), k3_rank(16), mini, deep)
+    for config, batch, target in product(models, batches, targets):
+        found += check_chain(launches(plan(config, batch), target, by_target[target]), target)
+    return len(models) * len(batches) * len(targets), list(dict.fromkeys(found))
