@@ -23,6 +23,10 @@ Findings of severity "quality" cost time only.
     R9  a flag or ticket that decides a branch is read with acquire, or a fence follows, before produced data is loaded;
         no loop is left whose condition is never computed inside it
     R10 between a store and the relaxed flag or counter that announces it stands a release or a fence
+    R11 between an ordinary access of shared memory and one of the asynchronous proxy (bulk copies, wgmma, tcgen05)
+        stands a proxy fence; what the proxy reads is overwritten only after a wait for it (`proxies`)
+    R12 over the kernels of a step, each has waited for every kernel whose data it meets (`chain`; not part of a report)
+    R13 inline assembly that accesses memory or orders accesses has side effects, and a memory clobber if it orders
 
 Scratch counts as produced: the previous launch of the same kernel wrote it. Prefetches into L2 are free for any tensor.
 
@@ -30,19 +34,29 @@ How it sees. Both texts become one `Program`: instructions, the paths between th
 accesses and orders (`ptx`, `sass`). `values` and `trace` follow addresses to a fixed point; `paths` answers questions
 about paths: "reached before the wait" means that some path from the entry arrives without having passed a wait, under
 guards and branches, whatever the order of lines. A barrier after a wait in another warp does not count: each thread
-waits itself. `rules` asks; `check` reports; `mutate` breaks kernels on purpose, to show that each rule can fail.
+waits itself. `rules`, `proxies` and `chain` ask; `check` reports; `mutate` breaks kernels on purpose, to show that each
+rule can fail. R13 reads the program as it was traced, before anything was moved: a load in assembly without side
+effects leaves no mark in PTX. Where there is a finding the kernel is compiled once more with line information, which
+changes no instruction, and the finding names the line of its source.
+
+What is compiled once. Kernels of one code (`Kernel.code`: another batch, another number of slots) are one proof. A
+kernel is traced once for all targets if a first kernel of its entry gave one trace for all; PTX and SASS are made and
+read for each target. The proof lowers without a host function; PTX and cubin are, byte for byte, those of
+`Kernel.compile`. Nothing is kept between processes.
 
 What it cannot see.
 - Data. A path that never runs (a branch on a value that is always true) is a path; two guards that always agree are
   unrelated unless they are the same predicate. Both err towards a finding.
 - Pointers that come out of memory: arrays of peer pointers, pointers handed through shared memory, tensor maps of TMA.
   These are unproven. A number loaded from memory and added to a parameter is taken as an index into that tensor.
-- Whether a role is true. A tensor declared a weight that a predecessor writes passes (R8 sees only this kernel).
+- Whether a role is true. A weight that a predecessor writes passes all rules but R12, which sees the kernels of a step
+  and not what is written outside of it.
 - Which tensors a flag guards. R9 and R10 ask for acquire and release at the flag; that a load belongs below the flag,
   and was lifted above it before PTX was written, they cannot tell. Loads written with `invariant=True` or as inline
-  assembly without side effects are what compilers lift: the first is R1, the second leaves no mark in PTX.
-- Fences between proxies (generic stores read by bulk copies), bounds, races inside a CTA.
-- Other kernels. That each waits on every path (R5) is what makes waiting transitive along a chain.
+  assembly without side effects are what compilers lift: the first is R1, the second R13.
+- Which part of shared memory an access meets, how many groups a wait leaves open, proxies over global memory (what a
+  kernel stores and its own bulk copies then load), bounds, races inside a CTA.
+- Other kernels than those of a decode step as `reference.plan` lists them; stages of the law count as one kernel each.
 - A relaxed counter used as a work queue, without data behind it, is a false alarm of R9.
 """
 
