@@ -11,6 +11,7 @@ from fast import production_kernels
 from reference.config import k3_rank, mini
 from reference.plan import plan
 from reference.stage import Role
+from tools.order import Result
 
 
 def launch(key: str, reads="", writes="", early="", **kw) -> Launch:
@@ -66,6 +67,13 @@ def test_what_is_read_before_the_wait_must_be_complete_at_the_start():
     between = launch("b", "q", "r")
     assert told(FIRST, a, between, reader) == []
     assert told(FIRST, a, replace(between, patient=False), reader)
+
+
+def test_a_broken_chain_is_a_disagreement():
+    report = Report("a", "sm_90a", (), (), waits=True, patient=True)
+    broken = check_chain([FIRST, launch("a", "x", "y"), launch("b", "y", "z", waits=False)], "sm_90a")
+    assert [Result([report], chains).exit_code for chains in (None, [], broken)] == [0, 0, 1]
+    assert Result([report], broken).as_dict()["chains"][0]["rule"] == "R12"
 
 
 @pytest.mark.parametrize("config", [mini, k3_rank(8)], ids=lambda c: c.name)

@@ -6,7 +6,7 @@ from fast import production_kernels
 
 from .check import TARGETS, check_kernels
 
-KERNELS = production_kernels()
+KERNELS = list({kernel.code: kernel for kernel in production_kernels()}.values())  # one of each code
 SHARE = 8  # kernels per case: nvdisasm starts once per case and target
 
 
