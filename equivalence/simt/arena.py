@@ -19,15 +19,23 @@ def spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 class Arena:
-    """One copy of all tensors' memory: overlapping tensors share bytes. Real addresses stay what kernels see."""
+    """One copy of all tensors' memory: overlapping tensors share bytes. Real addresses stay what kernels see.
 
-    def __init__(self, tensors: Sequence[Tensor]):
+    Memory that only weights lie in comes last, from `hot` on: nothing writes it, so that it need not be kept twice.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], weights: Sequence[Tensor] = ()):
         self.tensors = tensors
-        self.starts, self.ends = merged(spans(tensors))
-        sizes = self.ends - self.starts
+        self.starts, self.ends = merged(spans([*tensors, *weights]))
+        sizes, hot = self.ends - self.starts, np.searchsorted(self.starts, [a for a, n in spans(tensors) if n], "right")
+        self.order = np.argsort(~np.isin(np.arange(len(sizes)) + 1, hot), kind="stable")  # as they lie in `mem`
         # The same remainder modulo GAP as the real address, so that views of words stay aligned.
-        self.at = np.cumsum(np.concatenate([[0], (sizes + 2 * GAP - 1) // GAP * GAP]))[:-1] + self.starts % GAP + GAP
-        self.mem = np.zeros(int(self.at[-1] + sizes[-1]) + GAP, np.uint8)
+        rooms = ((sizes + 2 * GAP - 1) // GAP * GAP)[self.order]
+        self.at = np.empty_like(self.starts)
+        self.at[self.order] = np.cumsum(np.concatenate([[0], rooms]))[:-1]
+        self.at += self.starts % GAP + GAP
+        self.hot = int(rooms[: len(np.unique(hot))].sum()) + GAP
+        self.mem = np.zeros(int(rooms.sum()) + 2 * GAP, np.uint8)
         for view, place in self._views():
             self.mem[place : place + len(view)] = view
 
@@ -40,7 +48,7 @@ class Arena:
             view[:] = self.mem[place : place + len(view)]
 
     def address(self, offset: int) -> int:
-        i = int(np.searchsorted(self.at, offset, "right")) - 1
+        i = self.order[max(0, int(np.searchsorted(self.at[self.order], offset, "right")) - 1)]
         return int(self.starts[i] + offset - self.at[i])
 
 

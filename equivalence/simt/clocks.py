@@ -102,22 +102,27 @@ class Clocks:
     def unordered(self, I, actor, epoch, need, proxy=0, together: bool = False):
         """Which accesses (lane `actor` of this grid at `epoch`) lane I does not know, of those in the mask `need`.
 
-        actor, epoch, need: [len(I), cells]. proxy: a row of the clocks, or one for each. together: I are the first
+        actor, epoch, need: [len(I), cells]. proxy: a row of the clocks. together: I are the first
         lanes of warps, and what any lane of the warp knows counts.
         """
         if not need.any():
             return need
         same = actor // self.width == self.cluster[I][:, None]
-        local, r = np.where(need & same, actor % self.width, 0), np.broadcast_to(proxy, actor.shape)
+        local, r = np.where(need & same, actor % self.width, 0), proxy
         if together:
             rows = self.row[I[:, None] + np.arange(32)].max(1)
             out = rows[np.arange(len(I))[:, None], r, local] < epoch
         else:
             out = self.row[I[:, None], r, local] < epoch
-        for k, c in np.argwhere(need & ~same).tolist():
-            row = self.far.get(int(I[k]), {}).get(int(actor[k, c]) // self.width)
-            out[k, c] = row is None or row[r[k, c], actor[k, c] % self.width] < epoch[k, c]
+        if (other := need & ~same).any():
+            for k, c in np.argwhere(other).tolist():
+                row = self.far.get(int(I[k]), {}).get(int(actor[k, c]) // self.width)
+                out[k, c] = row is None or row[r, actor[k, c] % self.width] < epoch[k, c]
         return out & need
+
+    def knows(self, lane: int, actor: int, epoch: int, rows) -> bool:
+        """Whether a lane knows of one of its cluster at `epoch`, by any of these rows of the clocks."""
+        return any(self.row[lane, r, actor % self.width] >= epoch for r in rows)
 
 
 def _fenced(row: np.ndarray, r: int) -> np.ndarray:

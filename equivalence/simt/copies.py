@@ -162,7 +162,9 @@ def _mbar_init(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
     for lane, offset, n in zip(I.tolist(), offsets.tolist(), g.read(op.args[0], I).tolist(), strict=True):
         made = lane, int(g.clocks.now(lane)) if g.clocks else 0, op.line
-        g.mbars[offset] = dict(expected=n, left=n, tx=0, phase=0, late=[], known=None, done=None, made=made)
+        g.mbars[offset] = dict(
+            expected=n, left=n, tx=0, phase=0, late=[], known=None, done=None, made=made, users=set()
+        )
 
 
 def _mbar_arrive(g, op: Op, I) -> None:

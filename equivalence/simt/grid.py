@@ -8,7 +8,6 @@ from .arena import merged, spans
 from .clocks import Clocks, Known
 from .clocks import merged as merged_knowledge
 from .copies import finish
-from .hoist import free_loads
 from .ir import Address, Code, Const, Op, Read, Reg, Shared
 from .lanes import DTYPES
 from .native import Fault
@@ -22,7 +21,7 @@ SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 class Grid:
     """Lanes are numbered CTA by CTA, whole warps; CTAs of a cluster follow each other."""
 
-    def __init__(self, machine, index: int, kernel, code: Code, tensors):
+    def __init__(self, machine, index: int, kernel, code: Code, free: set[int], tensors):
         self.machine, self.index, self.kernel, self.code, self.name = machine, index, kernel, code, kernel.name
         self.threads = int(np.prod(kernel.block))
         self.warps = -(-self.threads // 32)
@@ -31,7 +30,7 @@ class Grid:
         self.smem_bytes = -(-(code.listing.dynamic + kernel.smem) // 1024) * 1024
         self.params = np.array([t.data_ptr() for t in tensors], np.uint64).view(np.uint8)
         self.starts, self.ends = merged(spans(tensors))
-        self.free = free_loads(code) if machine.adversarial or machine.watch_races else set()
+        self.free = free if machine.adversarial or machine.watch_races else set()
         self.last_run, self.clock = np.zeros(len(code.blocks), np.int64), 0
         self.started = self.finished = False
         self.clocks: Clocks | None = None  # with a race detector, while it runs
@@ -77,7 +76,7 @@ class Grid:
         self.flight = Flight(self)
         self.events, self.failed = 0, np.full(n, -1)  # what happened to mbarriers; when a lane last polled in vain
         machine, pending = self.machine, [b for b in self.machine.grids[: self.index] if not b.finished]
-        self.before = machine.arena.mem.copy() if machine.adversarial else None
+        self.before = machine.arena.mem[: machine.arena.hot].copy() if machine.adversarial else None
         self.stale = pending[0].before.copy() if pending else None
         if machine.races:
             machine.races.begin(self)
@@ -256,27 +255,30 @@ class Grid:
 
     def load_global(self, op: Op, I, offsets, n: int):
         """Bytes [lanes, n] as these lanes may see them."""
-        cells, mem = offsets[:, None] + np.arange(n), self.machine.arena.mem
-        if self.machine.adversarial and op.line in self.free:
-            return (self.stale if self.stale is not None else self.before)[cells]
-        if self.stale is None:
-            return mem[cells]
-        return np.where(self.waited[I][:, None], mem[cells], self.stale[cells])
+        cells, arena = offsets[:, None] + np.arange(n), self.machine.arena
+        data, lifted = arena.mem[cells], self.machine.adversarial and op.line in self.free
+        if lifted or self.stale is not None:
+            early = (offsets < arena.hot) & (True if lifted else ~self.waited[I])
+            data[early] = (self.before if self.stale is None else self.stale)[cells[early]]
+        return data
 
     def store_global(self, I, offsets, data) -> None:
-        cells = offsets[:, None] + np.arange(data.shape[1])
-        self.machine.arena.mem[cells] = data
+        cells, arena = offsets[:, None] + np.arange(data.shape[1]), self.machine.arena
+        arena.mem[cells] = data
         if self.stale is not None:
-            self.stale[cells] = data
+            inside = offsets < arena.hot
+            self.stale[cells[inside]] = data[inside]
 
     # ---- barriers in shared memory: counted here, not in bytes
 
     def mbar(self, op: Op, lane: int, offset: int) -> dict:
         if offset not in self.mbars:
             raise self.fault(op.line, lane, "no such barrier, or it was not initialised", offset)
-        if self.machine.races:
-            self.machine.races.barrier_used(self, op, lane, self.mbars[offset]["made"], offset)
-        return self.mbars[offset]
+        bar = self.mbars[offset]
+        if self.machine.races and lane not in bar["users"]:
+            bar["users"].add(lane)
+            self.machine.races.barrier_used(self, op, lane, bar["made"], offset)
+        return bar
 
     def late(self, bar: dict, *copy) -> None:
         """An arrival that comes with the bytes of copies: (operation, lane, copies, arrivals, bytes)."""

@@ -7,11 +7,17 @@ it was at kernel entry. Asynchronous copies land as late as a waiter allows, in 
 """
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import takewhile
 
 import numpy as np
 
+from reference.stage import Role
+
 from .arena import Arena, spans
 from .grid import Grid
+from .hoist import free_loads
+from .ir import Code
 from .native import Fault
 from .operations import PARKED
 from .parse import read
@@ -22,6 +28,13 @@ ORDERS = ("plain", "adversarial")
 WARPS = ("together", "random", "last")
 FAIR = 16  # every so many steps the block not run for longest gets its turn, so that spinning ends
 STEPS = 2_000_000
+
+
+@cache
+def code(ptx: str) -> tuple[Code, set[int]]:
+    """PTX as blocks, and the PTX lines of loads that may be lifted. Raises Unsupported, Unreadable."""
+    made = translate(read(ptx))
+    return made, free_loads(made)
 
 
 class Machine:
@@ -46,31 +59,33 @@ class Machine:
 
     def run(self, launches: Sequence[tuple]) -> None:
         """launches: (kernel, ptx, tensors in the order of kernel.args), in stream order. Writes tensors in place."""
-        self.arena = Arena([t for _, _, tensors in launches for t in tensors])
-        names = [
-            (spans([t])[0], f"{a.name}") for k, _, tensors in launches for a, t in zip(k.args, tensors, strict=True)
-        ]
+        bound = [(a, t) for k, _, tensors in launches for a, t in zip(k.args, tensors, strict=True)]
+        fixed = [getattr(a, "role", None) is Role.WEIGHT for a, _ in bound]
+        self.arena = Arena(
+            *([t for (_, t), f in zip(bound, fixed, strict=True) if f == want] for want in (False, True))
+        )
+        names = [(spans([t])[0], a.name) for a, t in bound]
         self.races = Races(self, names, len(launches)) if self.watch_races else None
-        codes = {ptx: None for _, ptx, _ in launches}
-        codes = {ptx: translate(read(ptx)) for ptx in codes}
-        self.grids = [Grid(self, i, kernel, codes[ptx], tensors) for i, (kernel, ptx, tensors) in enumerate(launches)]
+        self.grids = [Grid(self, i, kernel, *code(ptx), tensors) for i, (kernel, ptx, tensors) in enumerate(launches)]
         with np.errstate(all="ignore"):
             self._run()
         self.arena.write_back()
 
     def _run(self) -> None:
+        first = 0
         for _ in range(STEPS):
-            todo = [g for g in self.grids if not g.finished]
-            if not todo:
+            while first < len(self.grids) and self.grids[first].finished:
+                first += 1
+            if first == len(self.grids):
                 return
-            started = [g for g in todo if g.started or self._may_start(g)]
+            started = list(takewhile(lambda g: g.started or self._may_start(g), self.grids[first:]))
             for g in reversed(started) if self.adversarial else started[:1]:
                 g.start()
-                if self.step(g):
+                if not g.finished and self.step(g):
                     break
             else:
-                raise Fault(f"{todo[0].name}: deadlock: {todo[0].waiting()}")
-        raise Fault(f"{todo[0].name}: no end after {STEPS} steps: {todo[0].waiting()}")
+                raise Fault(f"{self.grids[first].name}: deadlock: {self.grids[first].waiting()}")
+        raise Fault(f"{self.grids[first].name}: no end after {STEPS} steps: {self.grids[first].waiting()}")
 
     def _may_start(self, g: Grid) -> bool:
         if g.index == 0:

@@ -9,6 +9,7 @@ A fma rounds once, in every form. mma adds the products of one instruction and i
 rounds once; tensor cores may truncate.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")
@@ -135,6 +136,7 @@ def _conversions() -> dict[str, Pure]:
 PURE: dict[str, Pure] = _integers() | _floats() | _selects() | _conversions()
 
 
+@cache
 def bits(kind: str) -> int:
     """Width of a type: "f32" -> 32, "bf16x2" -> 32, "pred" -> 1."""
     if kind == "pred":

@@ -75,7 +75,7 @@ def _atom(g, op: Op, I) -> None:
         x = old[k] = memory[one].view(kind)[0]
         new = ATOMICS[op.more["op"]](x, values[0][k], values[1][k] if len(values) > 1 else None)
         memory[one] = np.array([new], kind).view(np.uint8)
-        if g.stale is not None and is_global:
+        if g.stale is not None and is_global and one.start < g.machine.arena.hot:
             g.stale[one] = memory[one]
         if g.machine.races:
             g.machine.races.atomic(g, op, I[k : k + 1], o[k : k + 1], size)

@@ -172,9 +172,8 @@ class Races:
                          f"register {name}")  # fmt: skip
 
     def barrier_used(self, g, op, lane: int, made: tuple, offset: int) -> None:
-        """Whoever uses an mbarrier must know that it was initialised, by `made`: lane, clock, PTX line."""
-        who, actor, epoch, need = (np.array([x]) for x in (lane, [made[0]], [made[1]], [True]))
-        if all(g.clocks.unordered(who, actor, epoch, need, row).any() for row in (0, ROWS["mbarrier"])):
+        """Who uses an mbarrier for the first time must know that it was initialised. made: lane, clock, PTX line."""
+        if not g.clocks.knows(lane, made[0], made[1], (0, ROWS["mbarrier"])):
             where = f"shared memory + {offset % g.smem_bytes}"
             self._report("mbarrier.init, then use", g, made[2], op.line, where)
 
