@@ -65,7 +65,8 @@ FAST = {
 
 @cache
 def fast_reports() -> dict:
-    made, kernels = {}, [k for k in fast.production_kernels((1, 16)) if getattr(k.constants[-1], "bulk", True)]
+    made, kernels = {}, [k for k in fast.production_kernels((1, 16)) if "sm_90a" in k.archs]
+    kernels = [k for k in kernels if getattr(k.constants[-1], "bulk", True)]
     for name, (module, start, edit, *_) in FAST.items():
         first = next(k for k in kernels if k.name.startswith(start) and (k.cluster or start == "linear_mma"))
         made[name] = replace(first, name="m", entry=getattr(mutant(module, [edit]), first.entry.__name__))
