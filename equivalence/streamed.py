@@ -30,6 +30,7 @@ from reference.weights import layer_weights, top_weights
 from reference.world import GROUPS
 
 from .arena import ArenaSpace
+from .cases import PAGE, aligned
 from .judge import Finding, Place
 from .lockstep import Lockstep, row_order
 from .recording import Hidden, passed
@@ -38,7 +39,6 @@ from .report import Result
 EMBED, HEAD = "embed", "head"
 Piece = int | str  # a layer, or what stands before and after the layers
 CARRIED = ("prefix", "delta", "blocks")
-PAGE, ALIGN = 16, 256
 WHOLE = {"embed.shard": "embed", "moe.finalize_chain": "moe.finalize"}  # a rank's stage -> whose value it is a part of
 
 
@@ -90,17 +90,12 @@ def piece_weights(checkpoint: Checkpoint, piece: Piece, device, seat: Seat | Non
         tensors = shard_layer(tensors, whole, seat)
     if isinstance(piece, int):
         made = layer_weights(SimpleNamespace(layer=lambda i: tensors), config, piece)
-        return {(name, piece): _aligned(t.to(device)) for name, t in made.items()}
+        return {(name, piece): aligned(t.to(device)) for name, t in made.items()}
     absent = {n: next(iter(tensors.values())) for n in top_table(whole) if n not in tensors}
     made = top_weights(SimpleNamespace(top=lambda: tensors | absent), config)
     if piece == EMBED:
         return {("embed.w", None): made["embed.w"].to(device)}
-    return {(name, None): _aligned(t.to(device)) for name, t in made.items() if name != "embed.w"}
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """The tensor, or a copy where it begins at an odd place of a mapped file: kernels load 16 bytes at once."""
-    return t if t.data_ptr() % ALIGN == 0 else t.clone()
+    return {(name, None): aligned(t.to(device)) for name, t in made.items() if name != "embed.w"}
 
 
 def piece_state(config: Config, piece: Piece, lengths: Sequence[int], device) -> tuple[DecodeState, list[Request]]:

@@ -8,6 +8,7 @@ import torch
 from stand_ins import PROMPTS, small, stand_in
 
 from equivalence import recording, streamed
+from equivalence.cases import load_model
 from equivalence.law_twin import LawTwin, every_stage, served_by
 from equivalence.recording import Hidden
 from equivalence.rounding import budget_excess
@@ -157,6 +158,15 @@ def test_only_the_shards_of_the_layers_are_touched(tmp_path):
     assert same(stream(part, hidden, 3, 3, []), stream(checkpoint, left, 3, 3, []))
     with pytest.raises(CheckpointError, match="the shard is missing"):
         stream(part, recording.read(tmp_path / "r", part), 3, 4, [])
+
+
+def test_weights_start_where_kernels_can_load_them():
+    """A mapped file puts tensors at odd places."""
+    stored = [stand_in().tensor(name) for name in ("language_model.model.norm.weight", "language_model.lm_head.weight")]
+    assert any(t.data_ptr() % 16 for t in [*stored, *stand_in().layer(3).values()])
+    model, _ = load_model(str(stand_in().folder))
+    for weights in (model.weights, streamed.piece_weights(stand_in(), 3, "cpu")):
+        assert not [key for key, t in weights.items() if t.data_ptr() % 64]
 
 
 def test_layers_come_in_order():
