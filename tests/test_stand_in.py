@@ -10,9 +10,12 @@ import torch
 from stand_ins import PROMPTS, small, stand_in
 from typer.testing import CliRunner
 
+from equivalence.faults import Fault
 from equivalence.law_twin import LawTwin, served_by
 from equivalence.recording import Hidden
+from equivalence.simt import compiler, interpreted
 from equivalence.streamed import Serving, stream
+from fast.selection import Rule, Selection
 from reference import attn_res, moe
 from reference.checkpoint import INDEX, Checkpoint, CheckpointError
 from reference.kda import delta_rule, gates, unit_keys
@@ -182,6 +185,22 @@ def test_a_mistake_that_only_the_statistic_shows(statistic, stage, wrong, layer)
         assert result.verdict == verdict, (statistics, result.statement)
         if result.first:
             assert result.first.place.key == f"{layer:02d}.{stage}"
+
+
+@pytest.mark.skipif(not compiler(), reason="needs a C compiler: cc, gcc or clang on PATH, or $CC")
+def test_a_kernel_that_clamps_decays_is_found_only_by_the_statistic():
+    """The true KDA kernel with one line changed, interpreted."""
+    right = "return select_(x > -1 / 16, series, cute.math.exp(x))"
+    wrong = right.replace("select_(", "select_(x > -4.0, select_(").replace(
+        "exp(x))", "exp(x)), cute.math.exp(x * 0.0 - 4.0))"
+    )
+    broken = Fault("clamped_decay", "kda", "kda_decode", ((right, wrong),), "log-decays end at -4").implementation()
+    rules = [Rule("*", "reference"), *(Rule(stage, broken.name) for stage in broken.spans[0])]
+    for statistics, verdict in (((), "equal"), (("decays",), "disagreement"), (STATISTICS, "disagreement")):
+        serving = Serving("broken", Selection(tuple(rules)), interpreted({broken.name: broken}))
+        stream(stand_in(statistics, config=four), Hidden.empty(four, PROMPTS, 1), 0, 0, [serving])
+        result = serving.result(dict(tokens=1))
+        assert result.verdict == verdict, (statistics, result.statement)
 
 
 slow = pytest.mark.skipif(not os.environ.get("K3_SLOW"), reason="minutes: set K3_SLOW=1")
