@@ -6,7 +6,7 @@ Source: SPEC.md 4. One primitive serves before attention, before the MLP, and af
 import torch
 
 from .linear import rms_norm
-from .stage import Constraint, Stage, activation, output, weight
+from .stage import Constraint, ContractError, Stage, activation, output, weight
 
 EPS = 1e-5
 
@@ -46,6 +46,8 @@ FINAL = _stage("attn_res.final", has_out_norm=False)
 @FINAL.law
 def attn_res(prefix, blocks, w_norm, w_proj, delta=None, w_out=None, *, nb, write, num):
     """prefix, delta [T, D]; blocks [T, B, D]; w_* [D] -> out [T, D], and prefix and blocks as they stand afterwards."""
+    if not (0 <= nb <= (B := blocks.shape[1]) and -1 <= write < B):
+        raise ContractError(f"attn_res: nb = {nb}, write = {write} with {B} slots; allowed are 0..{B} and -1..{B - 1}")
     p = prefix if delta is None else num.round(num.up(prefix) + num.up(delta))
     v = num.up(torch.cat([blocks[:, :nb], p[:, None]], dim=1))  # [T, nb + 1, D], the prefix last
     rstd = (v.square().mean(-1) + EPS).rsqrt()

@@ -1,7 +1,7 @@
 """The plain decoder: walks the plan with the law. Prefill in chunks, then one token per request and step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .config import Config
 from .numerics import Numerics, fused
-from .plan import Plan, Step, Workspace, plan
+from .plan import Plan, Step, Workspace, check_weights, plan
 from .stage import ContractError
 from .state import DecodeState, Request, admit, step_index
 
@@ -49,11 +49,18 @@ class Model:
 
 
 class Decoder:
-    """Runs plans over one state with the law in one precision mode. Subclasses override `execute`."""
+    """Runs plans over one state with the law in one precision mode. Subclasses override `execute`.
+
+    Raises ContractError for a state of another model or mode, and before the first step for weights that do not fit.
+    """
 
     def __init__(self, model: Model, state: DecodeState, num: Numerics | None = None):
-        self.model, self.state, self.num = model, state, num or state.num
-        self.config = model.config
+        if model.config not in state.configs:
+            raise ContractError(f"state of {_difference(state.configs[0], model.config)}")
+        if num not in (None, state.num):
+            raise ContractError(f"mode {num.mode!r} over a state kept in {state.num.mode!r}; allowed is the state's")
+        self.model, self.state, self.num = model, state, state.num
+        self.config, self._checked = model.config, False
 
     def execute(self, step: Step, tensors: dict[str, Tensor], made: Plan) -> None:
         step.stage.apply(tensors, step.attrs, self.num, prefill=made.prefill)
@@ -70,12 +77,19 @@ class Decoder:
                 self.execute(step, space.tensors(step), made)
         return space
 
+    def ready(self) -> None:
+        """Raise ContractError, the first time, for weights that do not fit the model."""
+        if not self._checked:
+            check_weights(plan(self.config, 1), self.model.weights)
+            self._checked = True
+
     def prefill(self, request: Request, ids: Sequence[int], sampling: Sampling = GREEDY,
                 allowed: Tensor | None = None) -> Workspace:  # fmt: skip
         """Feed a prompt in chunks; the workspace of the last chunk holds the first sampled token."""
         ids = list(ids)
         if not ids:
             raise ContractError("a prompt needs at least one token")
+        self.ready()
         check_sampling([sampling], 1, 1, allowed, self.config.vocab)
         admit(self.state, [request], ids)
         self.state.reserve((request, request.length + len(ids)))  # all chunks or none
@@ -91,6 +105,7 @@ class Decoder:
     def decode(self, requests: Sequence[Request], ids: Sequence[int], samplings: Sequence[Sampling] | None = None,
                allowed: Tensor | None = None, rows: int | None = None) -> Workspace:  # fmt: skip
         """One token per request. `rows` pads the batch with null rows; allowed is a bool mask [rows, vocab]."""
+        self.ready()
         n, samplings = rows or len(requests), samplings or [GREEDY] * len(requests)
         check_sampling(samplings, len(requests), n, allowed, self.config.vocab)
         index = step_index(self.state, list(requests), list(ids), rows=rows)
@@ -122,6 +137,16 @@ class Decoder:
             for r in requests:
                 self.state.close(r)
         return out
+
+
+def _difference(found: Config, wanted: Config) -> str:
+    """What tells two configurations apart, as the end of a message."""
+    if type(found) is type(wanted):
+        for f in fields(found):
+            a, b = getattr(found, f.name), getattr(wanted, f.name)
+            if a != b and f.name != "name":
+                return f"{found.name} has {f.name} = {a!r}; allowed is {b!r}, that of {wanted.name}"
+    return f"{found.name}; allowed is that of {wanted.name}"
 
 
 def check_sampling(samplings: Sequence[Sampling], requests: int, rows: int, allowed: Tensor | None, vocab: int) -> None:

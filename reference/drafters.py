@@ -9,6 +9,7 @@ from torch import Tensor
 from .decoder import Decoder, Model, sampling_index
 from .draft import block_plan, context_plan
 from .draft_config import DraftConfig
+from .plan import check_weights
 from .spec_state import SpecState, Speculated, token_rows
 from .stage import ContractError, i32, i64
 
@@ -32,6 +33,7 @@ class DSpark:
         if state.draft != config:
             raise ContractError(f"the state was made for draft {state.draft and state.draft.name}, not {config.name}")
         self.config, self.state, self.taps = config, state, config.taps
+        check_weights(block_plan(config, 1, replay=True), weights)
         self.walk = Decoder(Model(config, weights), state).run
 
     def observe(self, taps, position, slot_mapping):

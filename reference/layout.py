@@ -165,6 +165,9 @@ def config_from_json(obj: object, file: str = CONFIG) -> Config:
     made["shared_inter"] = text.take("num_shared_experts", int) * made["expert_inter"]
     if made["topk"] > made["experts"]:
         text.fail("num_experts_per_token", f"is {made['topk']}; allowed is at most num_experts = {made['experts']}")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if made[FIELDS[name]] >= made["vocab"]:
+            text.fail(name, f"is {made[FIELDS[name]]}; allowed is below vocab_size = {made['vocab']}")
     text.demand(REQUIRED | {"num_key_value_heads": made["heads"]})
     text.demand({name: value for name, value in IMPLIED.items() if name in text.values})
     linear.demand({"num_heads": made["heads"], "use_full_rank_gate": True})

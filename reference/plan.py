@@ -15,7 +15,7 @@ from . import kda_prefill as kda_prefill  # registers the prefill laws
 from .config import Config
 from .numerics import Numerics
 from .shard import Seat
-from .stage import Stage, bf16, f32, i32, i64
+from .stage import ContractError, Stage, bf16, f32, i32, i64
 
 
 @dataclass(frozen=True)
@@ -221,3 +221,30 @@ class Workspace:
     def tensors(self, step: Step) -> dict[str, Tensor]:
         """The arguments of a step by name."""
         return {name: self.resolve(ref) for name, ref in step.bind.items()}
+
+
+def check_weights(made: Plan, weights: Mapping, where: str = "", mesh: str = "") -> None:
+    """Hold weights against the buffers of a plan. Raises ContractError naming step, weight, axis and sizes."""
+    for step in made.steps:
+        dims = {axis: size for axis, size in step.stage.axes.items() if isinstance(size, int)}
+        order = sorted(step.bind.items(), key=lambda bound: bound[1].space)  # buffers before weights
+        for name, ref in order:
+            spec = step.stage.by_name[name]
+            if ref.space == "act" and ref.rows is None:
+                shape = made.buffers[ref.name][0]
+                shape = shape if ref.cols is None else (shape[0], ref.cols[1] - ref.cols[0])
+            elif ref.space == "weight":
+                t = weights.get((ref.name, ref.layer))
+                if t is None:
+                    raise ContractError(f"{where}{step.key}: weight {ref.name!r} is missing")
+                if t.dtype != spec.dtype or t.ndim != len(spec.axes):
+                    found = f"{ref.name} is {t.dtype} with {t.ndim} axes"
+                    raise ContractError(f"{where}{step.key}: {found}; allowed is {spec.dtype} with {len(spec.axes)}")
+                shape = t.shape
+            else:
+                continue
+            for axis, size in zip(spec.axes, shape, strict=True):
+                want = dims.setdefault(axis, size)
+                if want != size:
+                    found = f"{ref.name} has {axis} = {size}"
+                    raise ContractError(f"{where}{step.key}: {found}; allowed{mesh} is {want}")

@@ -9,7 +9,7 @@ from .config import Config
 from .dcp import localize
 from .decoder import Decoder, Model
 from .numerics import Numerics, fused
-from .plan import Plan, Step, Workspace, plan
+from .plan import Plan, Step, Workspace, check_weights, plan
 from .shard import rank_config
 from .stage import ContractError
 from .state import DecodeState
@@ -52,29 +52,6 @@ class WorldState(DecodeState):
         return {(n, int(at.removesuffix(own))): t for (n, at), t in self.tensors.items() if at.endswith(own)}
 
 
-def check_weights(made: Plan, weights: Mapping, rank: int) -> None:
-    """Hold a rank's weights against the buffers of its plan. Raises ContractError naming step, axis and sizes."""
-    for step in made.steps:
-        dims = {axis: size for axis, size in step.stage.axes.items() if isinstance(size, int)}
-        order = sorted(step.bind.items(), key=lambda bound: bound[1].space)  # buffers before weights
-        for name, ref in order:
-            if ref.space == "act" and ref.rows is None:
-                shape = made.buffers[ref.name][0]
-                shape = shape if ref.cols is None else (shape[0], ref.cols[1] - ref.cols[0])
-            elif ref.space == "weight":
-                if (ref.name, ref.layer) not in weights:
-                    raise ContractError(f"rank {rank}, {step.key}: weight {ref.name!r} is missing")
-                shape = weights[ref.name, ref.layer].shape
-            else:
-                continue
-            for axis, size in zip(step.stage.by_name[name].axes, shape, strict=True):
-                want = dims.setdefault(axis, size)
-                if want != size:
-                    raise ContractError(
-                        f"rank {rank}, {step.key}: {ref.name} has {axis} = {size}; allowed on this mesh is {want}"
-                    )
-
-
 class RankedDecoder(Decoder):
     """A decoder whose steps run on every rank of this process. Prefill, decode and generate are the plain decoder's.
 
@@ -92,9 +69,9 @@ class RankedDecoder(Decoder):
         if state.mesh != world.mesh or state.config != config:
             raise ContractError(f"state of {state.config.name}, {state.mesh}; allowed is {config.name}, {world.mesh}")
         for rank, held in weights.items():
-            check_weights(plan(config, 1, world=world.mesh.at(rank)), held, rank)
+            check_weights(plan(config, 1, world=world.mesh.at(rank)), held, f"rank {rank}, ", " on this mesh")
         super().__init__(Model(config, weights[world.ranks[0]]), state, num)
-        self.weights, self.world = weights, world
+        self.weights, self.world, self._checked = weights, world, True
         self.spaces: dict[int, Workspace] = {}
 
     def rank_plans(self, made: Plan, index: Mapping[str, Tensor]) -> dict[int, Plan]:

@@ -62,6 +62,10 @@ class SpecState:
         self.own = {k: torch.zeros(s, dtype=self.num.storage(d), device=self.device) for k, (s, d) in extra.items()}
 
     @property
+    def configs(self) -> tuple:
+        return self.base.config, self.draft
+
+    @property
     def tensors(self) -> dict:
         return self.base.tensors | self.own
 

@@ -75,7 +75,9 @@ class SpeculativeDecoder:
         self.model, self.state, self.drafter = model, state, drafter
         self.rule, self.cost, self.rates = rule, cost, tuple(rates)
         self.statistics = Acceptance(state.drafts)
-        self.walk = Decoder(model, state).run
+        target = Decoder(model, state)
+        target.ready()
+        self.walk = target.run
 
     def prefill(self, ids: Sequence[int], sampling: Sampling = GREEDY, allowed=None) -> Speculated:
         """Open a request and feed its prompt; its first token is sampled as plain decoding does."""

@@ -42,6 +42,7 @@ class DecodeState:
                 f"state with slots={slots}, pages={pages}, page_size={page_size}: allowed are 2, 2, 1 up"
             )
         self.config, self.page_size, self.num = config, page_size, num
+        self.slots, self.pages = slots, pages
         self.tensors: dict[tuple[str, int], Tensor] = {}
         shapes = {
             "recurrent": (slots, config.heads, 128, 128),
@@ -56,6 +57,11 @@ class DecodeState:
         ids = (lambda n: (torch.randperm(n - 1, generator=shuffle) + 1).tolist()) if order is not None else (
             lambda n: list(range(n - 1, 0, -1)))  # fmt: skip
         self.free_slots, self.free_pages = ids(slots), ids(pages)
+
+    @property
+    def configs(self) -> tuple:
+        """The models whose state this is."""
+        return (self.config,)
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +144,8 @@ class DecodeState:
 
 
 def admit(state: DecodeState, requests: Sequence[Request], ids: Sequence[int] = ()) -> None:
-    """Raise ContractError for token ids outside the vocabulary, closed requests, and a request that occurs twice."""
+    """Raise ContractError for token ids outside the vocabulary, closed requests, a request that occurs twice, and
+    requests whose slot, pages or length cannot be."""
     bad = [i for i in ids if not isinstance(i, Integral) or not 0 <= i < state.config.vocab]
     if bad:
         raise ContractError(f"token id {bad[0]}; allowed are 0..{state.config.vocab - 1}")
@@ -149,6 +156,18 @@ def admit(state: DecodeState, requests: Sequence[Request], ids: Sequence[int] = 
     if len(set(slots)) < len(slots):
         twice = next(s for s in slots if slots.count(s) > 1)
         raise ContractError(f"the request of slot {twice} occurs more than once in a step; requests must differ")
+    for r in requests:
+        if r.slot >= state.slots:
+            raise ContractError(f"slot {r.slot}; allowed are 1..{state.slots - 1}")
+        if not isinstance(r.length, Integral) or r.length < 0:
+            raise ContractError(f"the request of slot {r.slot} holds {r.length} tokens; allowed are 0 and more")
+        if r.pages and not (min(r.pages) > 0 and max(r.pages) < state.pages):
+            wrong = next(p for p in r.pages if not 0 < p < state.pages)
+            raise ContractError(f"page {wrong} of slot {r.slot}; allowed are 1..{state.pages - 1}")
+    owned = [p for r in requests for p in r.pages]
+    if len(set(owned)) < len(owned):
+        twice = next(p for p in owned if owned.count(p) > 1)
+        raise ContractError(f"page {twice} occurs twice in a step; pages of requests must differ")
 
 
 def step_index(state: DecodeState, requests: list[Request], ids: list[int], *, rows: int | None = None,

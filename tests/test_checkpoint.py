@@ -61,7 +61,7 @@ def test_the_table_of_k3_is_the_published_inventory():
     assert table[L + "92.block_sparse_moe.experts.895.w2.weight_scale"] == ((3584, 96), torch.uint8)
 
 
-@pytest.mark.parametrize("config", [k3, mini, deep, TINY, k3_rank(8)], ids=lambda c: c.name)
+@pytest.mark.parametrize("config", [k3, mini, deep, TINY, replace(k3_rank(8), bos=1, eos=2, pad=3)], ids=lambda c: c.name)
 def test_config_survives_json(config):
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
 
