@@ -4,10 +4,12 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import async_kernels
 import pytest
 
+import fast.lower as lowering
 from equivalence.order import check_kernels, cubin, mutant, ptx
 from fast.kernel import ARCHS
 from fast.lower import lower
@@ -79,3 +81,20 @@ def test_lowered_code_is_the_compiled_code():
         assert lower(async_kernels.PUBLISH, [target])[0].cubin is made.cubin
     with pytest.raises(NotImplementedError, match=r"publish: target 'sm_80'; allowed are sm_90a"):
         lower(async_kernels.PUBLISH, ["sm_80"])
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_trace_is_shared_only_if_all_targets_gave_the_same(monkeypatch, alike):
+    asked = []
+
+    def traced(kernel, targets, lines=False):
+        asked.append(targets)
+        return "same" if alike else targets[0], [SimpleNamespace(target=target) for target in targets]
+
+    monkeypatch.setattr(lowering, "_traced", traced)
+    monkeypatch.setattr(lowering, "_alike", {})
+    kernels = [replace(async_kernels.PEEK, smem=n) for n in (16, 32)]  # codes that nothing has compiled
+    for kernel in kernels:
+        assert [build.target for build in lower(kernel, ARCHS)] == list(ARCHS)
+    alone = [(target,) for target in ARCHS]
+    assert asked == alone + ([ARCHS] if alike else alone)
