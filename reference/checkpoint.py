@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from .layout import (
     CONFIG,
     PREFIX,
     CheckpointError,
+    Table,
     config_from_json,
     config_to_json,
     expected,
@@ -47,20 +48,15 @@ def canonical(name: str) -> str:
     return f"{PREFIX}layers.{name.removeprefix(bare)}" if name.startswith(bare) else name
 
 
-class Checkpoint:
-    """A checkpoint folder, read tensor by tensor.
+class Shards:
+    """Safetensors files of a folder, mapped when one of their tensors is asked for, under an index that is held against
+    the tensors that must be there. `folder` is set first, then `_hold` is called."""
 
-    config: its Config. Every method raises CheckpointError with one line that names the file and the tensor.
-    """
+    folder: Path
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        self.config = config_from_json(_read_json(self.folder / CONFIG), str(self.folder / CONFIG))
-        self._stored = _read_index(self.folder / INDEX, self.config)
-        try:
-            self._table = expected(self.config)
-        except ValueError as error:
-            raise CheckpointError(f"{self.folder / CONFIG}: {error}") from None
+    def _hold(self, table: Table, stored: dict[str, tuple[str, str]]) -> None:
+        """Take over an index, after holding it against the tensors that must be there."""
+        self._table, self._stored = table, stored
         self._placed = {}  # shard -> names as stored
         for shard, stored in self._stored.values():
             self._placed.setdefault(shard, set()).add(stored)
@@ -82,18 +78,11 @@ class Checkpoint:
         shape, dtype = self._table[name]
         _check_layout(where, tuple(view.get_shape()), view.get_dtype(), shape, DTYPES[dtype])
         tensor = file.get_tensor(stored)
-        _check_values(where, name, tensor, self.config)
+        self._check(where, name, tensor)
         return tensor
 
-    def top(self) -> dict[str, Tensor]:
-        """The tensors outside the layers, by name without prefix."""
-        return {name: self.tensor(full_name(name)) for name in top_table(self.config)}
-
-    def layer(self, layer: int) -> dict[str, Tensor]:
-        """The tensors of one layer, by name without prefix. Opens the shards that hold them and no others."""
-        if not 0 <= layer < self.config.layers:
-            raise CheckpointError(f"{self.folder}: layer {layer}; allowed are 0..{self.config.layers - 1}")
-        return {name: self.tensor(full_name(name, layer)) for name in layer_table(self.config, layer)}
+    def _check(self, where: str, name: str, tensor: Tensor) -> None:
+        """Refuse values that the kind of checkpoint does not allow."""
 
     def _shard(self, shard: str):
         """Map a shard once, and hold its header against the index."""
@@ -120,7 +109,37 @@ class Checkpoint:
         return file
 
 
-def _read_json(path: Path) -> object:
+class Checkpoint(Shards):
+    """A checkpoint folder, read tensor by tensor.
+
+    config: its Config. Every method raises CheckpointError with one line that names the file and the tensor.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.config = config_from_json(read_json(self.folder / CONFIG), str(self.folder / CONFIG))
+        stored = read_index(self.folder / INDEX, self.config)
+        try:
+            table = expected(self.config)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder / CONFIG}: {error}") from None
+        self._hold(table, stored)
+
+    def top(self) -> dict[str, Tensor]:
+        """The tensors outside the layers, by name without prefix."""
+        return {name: self.tensor(full_name(name)) for name in top_table(self.config)}
+
+    def layer(self, layer: int) -> dict[str, Tensor]:
+        """The tensors of one layer, by name without prefix. Opens the shards that hold them and no others."""
+        if not 0 <= layer < self.config.layers:
+            raise CheckpointError(f"{self.folder}: layer {layer}; allowed are 0..{self.config.layers - 1}")
+        return {name: self.tensor(full_name(name, layer)) for name in layer_table(self.config, layer)}
+
+    def _check(self, where: str, name: str, tensor: Tensor) -> None:
+        _check_values(where, name, tensor, self.config)
+
+
+def read_json(path: Path) -> object:
     def unique(pairs: list) -> dict:
         made = dict(pairs)
         if len(made) < len(pairs):
@@ -139,9 +158,9 @@ def _read_json(path: Path) -> object:
         raise CheckpointError(f"{path}: no JSON ({short(str(error))[1:-1]})") from None
 
 
-def _read_index(path: Path, config: Config) -> dict[str, tuple[str, str]]:
+def read_index(path: Path, config: Config | None = None) -> dict[str, tuple[str, str]]:
     """The index as full name -> (shard, name as stored), without vision tensors."""
-    obj = _read_json(path)
+    obj = read_json(path)
     placed = obj.get("weight_map") if isinstance(obj, dict) else None
     if not isinstance(placed, dict):
         raise CheckpointError(f"{path}: 'weight_map' is {short(placed)}; allowed is an object")
@@ -159,7 +178,7 @@ def _read_index(path: Path, config: Config) -> dict[str, tuple[str, str]]:
         if full in stored:
             raise CheckpointError(f"{path}: tensor {short(full)} occurs twice, with and without 'model.'")
         stored[full] = (shard, name)
-    experts = config.experts * max(config.layers - config.dense_layers, 0) * 6
+    experts = config.experts * max(config.layers - config.dense_layers, 0) * 6 if config else 0
     if len(stored) < experts:  # before a table of that many names is made
         raise CheckpointError(f"{path}: names {len(stored)} tensors; {CONFIG} asks for {experts} of experts alone")
     return stored
@@ -184,7 +203,14 @@ def _check_values(where: str, name: str, tensor: Tensor, config: Config) -> None
 
 
 def write(folder: str | Path, config: Config, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = 4 << 30):
-    """Write a checkpoint: every tensor of expected(config) once, in any order, `shard_bytes` or one tensor per shard.
+    """Write a checkpoint: every tensor of expected(config), as `write_folder` does; NaN scales are refused, too."""
+    check = lambda where, name, tensor: _check_values(where, name, tensor, config)  # noqa: E731
+    write_folder(folder, expected(config), config_to_json(config), tensors, check, shard_bytes=shard_bytes)
+
+
+def write_folder(folder: str | Path, table: Table, text: dict, tensors: Iterable[tuple[str, Tensor]],
+                 check: Callable = lambda where, name, tensor: None, *, shard_bytes: int):  # fmt: skip
+    """Write every tensor of `table` once, in any order, `shard_bytes` or one tensor per shard; `text` is config.json.
 
     Shards are built in a sibling folder that takes the place of `folder` at the end: a failed write leaves `folder` as
     it was. An existing `folder` is replaced only if it holds nothing but a checkpoint. Raises CheckpointError for a
@@ -199,9 +225,9 @@ def write(folder: str | Path, config: Config, tensors: Iterable[tuple[str, Tenso
     work = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
     work.mkdir(parents=True)
     try:
-        placed, total = _write_shards(work, folder, config, tensors, shard_bytes)
+        placed, total = _write_shards(work, folder, table, check, tensors, shard_bytes)
         index = {"metadata": {"total_size": total}, "weight_map": placed}
-        for name, obj in ((INDEX, index), (CONFIG, config_to_json(config))):
+        for name, obj in ((INDEX, index), (CONFIG, text)):
             (work / name).write_text(json.dumps(obj, indent=1) + "\n", encoding="utf-8")
         _take_place(work, folder)
     except BaseException:
@@ -209,9 +235,9 @@ def write(folder: str | Path, config: Config, tensors: Iterable[tuple[str, Tenso
         raise
 
 
-def _write_shards(work: Path, folder: Path, config: Config, tensors, shard_bytes: int) -> tuple[dict[str, str], int]:
+def _write_shards(work: Path, folder: Path, table: Table, check: Callable, tensors, shard_bytes: int) -> tuple:
     """Write the shards; return the placement of each tensor and the sum of their bytes."""
-    left, held, parts, total = expected(config), {}, [], 0
+    left, held, parts, total = dict(table), {}, [], 0
 
     def flush():
         save_file(held, work / f"part-{len(parts)}", metadata={"format": "pt"})
@@ -226,7 +252,7 @@ def _write_shards(work: Path, folder: Path, config: Config, tensors, shard_bytes
             raise CheckpointError(f"{where} {'occurs twice' if known else 'is unknown'}")
         shape, dtype = left.pop(name)
         _check_layout(where, tuple(tensor.shape), DTYPES.get(tensor.dtype, str(tensor.dtype)), shape, DTYPES[dtype])
-        _check_values(where, name, tensor, config)
+        check(where, name, tensor)
         if held and size + tensor.nbytes > shard_bytes:
             flush()
             size = 0
