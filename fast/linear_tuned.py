@@ -1,9 +1,10 @@
 """Measured configurations of the skinny GEMM: (N, K) -> tokens M -> configuration.
 
-One H200, 2026-11-29 (M up to 8: kernels of commit 3826f06; from 16 on: of commit d778157; wgmma: of commit 75bdc6d,
-2026-11-30). Each entry is the fastest of a sweep; times are microseconds per call, medians of CUDA graph replays over
-weights rotated through at least eight copies and 240 MB, first ours, then torch.mm in the same run. Tokens without an
-entry take that of the next larger M, or an estimate. At 64 tokens torch.mm is still faster for four shapes.
+One H200, 2026-11-29 (M up to 8: kernels of commit 3826f06, before the proxy fence of bulk copies; from 16 on: of commit
+d778157) and 2026-11-30 (wgmma: of commit 75bdc6d; for 64 tokens, but for 2112 x 7168, of commit 4dbe023). Each entry is
+the fastest of a sweep; times are microseconds per call, medians of CUDA graph replays over weights rotated through at
+least eight copies and 240 MB, first ours, then torch.mm in the same run. Tokens without an entry take that of the next
+larger M, or an estimate. All entries as they stand, and with the fence, are timed in tools/bench/results/.
 """
 
 from .linear_direct import DirectConfig
@@ -70,7 +71,7 @@ HOPPER: dict[tuple[int, int], dict[int, WgmmaConfig]] = {
     (6288, 7168): {
         16: WgmmaConfig(1, 3, 4, 4, 4, 2),  # 23.84, 24.37
         32: WgmmaConfig(3, 3, 4, 4, 4, 2),  # 24.30, 25.20
-        64: WgmmaConfig(4, 4, 4, 2, 4, 2),  # 26.29, 24.50
+        64: WgmmaConfig(3, 3, 4, 4, 2, 4, 4),  # 25.76, 25.10
     },
     (2112, 7168): {
         16: WgmmaConfig(1, 6, 8, 8, 4, 2),  # 8.88, 12.65
@@ -80,16 +81,16 @@ HOPPER: dict[tuple[int, int], dict[int, WgmmaConfig]] = {
     (1536, 7168): {
         16: WgmmaConfig(1, 8, 8, 8, 4, 2),  # 7.05, 9.62
         32: WgmmaConfig(1, 7, 8, 4, 4, 2),  # 7.90, 9.83
-        64: WgmmaConfig(2, 8, 8, 2, 8, 4),  # 10.19, 9.88
+        64: WgmmaConfig(2, 8, 4, 4, 4, 8, 4),  # 9.20, 10.23
     },
     (7168, 1536): {
         16: WgmmaConfig(1, 3, 4, 4, 4, 2),  # 6.67, 7.76
         32: WgmmaConfig(3, 3, 4, 4, 4, 2),  # 7.54, 7.88
-        64: WgmmaConfig(3, 3, 4, 2, 4, 2),  # 9.12, 8.23
+        64: WgmmaConfig(3, 3, 4, 4, 4, 4, 2),  # 8.71, 8.17
     },
     (2304, 1536): {
         16: WgmmaConfig(1, 4, 8, 8, 2, 2),  # 3.64, 5.09
         32: WgmmaConfig(1, 6, 8, 4, 2, 2),  # 4.13, 5.15
-        64: WgmmaConfig(2, 4, 6, 2, 6, 6),  # 5.66, 5.24
+        64: WgmmaConfig(1, 3, 8, 8, 2, 4, 4),  # 4.78, 5.30
     },
 }
