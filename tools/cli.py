@@ -1,4 +1,4 @@
-"""The command line: check, bisect, order, adversary, generate, bench, test, doctor.
+"""The command line: check, bisect, order, adversary, generate, bench, traces, test, doctor.
 
 Exit codes: 0 equal (or fine), 1 disagreement, 2 could not judge.
 """
@@ -192,6 +192,16 @@ def stand_in(
 
         result = command.run(folder, shape, statistics, seed)
         write_json(result, json)
+
+
+@app.command()
+def traces(write: bool = typer.Option(False, help="Keep what the law makes now.")):
+    """What the law makes of fixed prompts, against the recorded traces: 0 the same, 1 changed."""
+    with one_line():
+        from .traces import main
+
+        code = main(write)
+    raise typer.Exit(code)
 
 
 @app.command()
