@@ -101,6 +101,22 @@ def test_each_fault_is_reported_and_shows_in_values(wait, load):
     assert chain(wait, load, order="adversarial")[1].ne(RIGHT).any(), "values alone show it too"
 
 
+@pytest.mark.parametrize("middle_waits", [True, False])
+@pytest.mark.parametrize("warps", WARPS)
+def test_a_wait_reaches_no_further_than_the_grid_before_unless_that_one_waited(warps, middle_waits):
+    """Three grids: the third waits and reads what the first one stores, past a grid between them."""
+    x, z, y = torch.full((N,), POISON, dtype=torch.int32), *torch.zeros(2, N, dtype=torch.int32)
+    first = PRODUCER.replace("TRIGGER_EARLY", "griddepcontrol.launch_dependents;")
+    machine = Machine("adversarial", warps, races=True)
+    middle, last = first.replace("WAIT", WAIT if middle_waits else ""), CONSUMER.replace("LOAD", PLAIN)
+    machine.run([(kernel("producer", "x"), first.replace("WAIT", WAIT), [x]), (kernel("middle", "z"), middle, [z]),
+                 (kernel("consumer", "xy"), last.replace("WAIT", WAIT), [x, y])])  # fmt: skip
+    assert torch.equal(y, RIGHT) == middle_waits
+    assert {frozenset((r.first[0], r.second[0])) for r in machine.reports} == (
+        set() if middle_waits else {frozenset(("producer", "consumer"))}
+    )
+
+
 SHARED = """
 .version 9.0
 .target sm_90a

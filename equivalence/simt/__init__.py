@@ -1,19 +1,34 @@
 """Run the kernels' PTX on a CPU.
 
     launch(kernel, tensors)           # one launch, in place on CPU tensors
+    watch(launches)                   # several launches of one stream in the worst order, with a race detector
     FastDecoder(..., extra=interpreted())  # twins served by the interpreter, in lockstep with the law or alone
 
-Rooms: `parse` reads PTX (with the order checker's reader), `opcodes` describes what one lane computes, `translate`
-makes blocks of operations. Two back ends execute those: `emit_c` and `native` as compiled C, for results; `lanes`,
-`operations`, `copies`, `warpgroup` and `machine` in numpy, where order can be varied and watched.
+Rooms: `parse` reads PTX (with the order checker's reader), `opcodes` describes what one lane computes, `translate` and
+`translate_async` make blocks of operations. Two back ends execute those: `emit_c` and `native` as compiled C, for
+results; `lanes`, `operations`, `copies`, `warpgroup`, `grid` and `machine` in numpy, where order can be varied.
+`races` and `clocks` detect what nothing orders. `step` makes one stream of a whole decode step.
+
+What runs: all that the twins use, which is sm_90a, sm_100a and sm_103a code without tensor maps, tcgen05 and multimem;
+of sm_90a also wgmma m64nNk16 of bf16 or fp16 (A from registers or shared memory, both majors, all swizzles). Anything
+else is an `Unsupported` error before the kernel starts.
 
 What is exact: integers, moves, fp32 add, mul and fma (rounded once, also downwards), conversions, packed and mixed
-forms. What a GPU approximates is here the double-precision result, rounded once (`opcodes`); mma adds in double. So a
-run agrees with a GPU to the last few bits of fp32, not bit for bit.
-What plain runs do not show: order. Kernels of a stream run one after the other, asynchronous copies land at once.
-`watch(launches)` shows it: several launches of one stream in the order that is worst for them (`machine`), with a
-detector of accesses that nothing orders (`races`, which says what it cannot see). A mutant's fault then shows in
-values, as the memory of before, or in a report; weak memory itself is not executed, and SASS may differ from PTX.
+forms. What a GPU approximates is here the double-precision result, rounded once (`opcodes`); mma and wgmma add in
+double. So a run agrees with a GPU to the last few bits of fp32, not bit for bit.
+
+What the C back end does not show: order. Kernels run one after the other, asynchronous work is done when issued.
+The numpy back end does asynchronous work as late as its wait: copies land, wgmma and bulk stores read then, and
+accumulators hold NaN until then. In the adversarial order a grid starts as soon as its predecessor has triggered, lanes
+that have not waited read memory as it was before, and non-coherent loads that may be lifted read it as at entry.
+
+What the detector sees, in whatever order a run took: accesses of global and shared memory, by lane (of one warp, too),
+across CTAs and clusters by flags and barriers, and across all grids of a stream; generic accesses that no
+fence.proxy.async puts before wgmma and bulk copies; registers and operands of unfinished wgmma; mbarriers used by
+lanes that cannot know of their init. `races` lists the rules, and what it may miss.
+What it does not see: paths that a run did not take (conditions on data, polls that happened to succeed: vary `warps`
+and `seed`); copies' own later reading of global memory; system scope as apart from GPU scope; another stream. Weak
+memory is detected, not executed; ptxas may order SASS otherwise than PTX, which the order proof (`order`) reads.
 """
 
 from .native import Fault, compiler
