@@ -49,7 +49,7 @@ def _lines(result) -> list[str]:
     lines += [f"  {a.base} {a.target} {a.checker}: {a.text}" for a in result.alarms]
     lines += [f"  {'met    ' if met else 'NOT MET'} {text}" for text, met in result.demands()]
     lines += [f"  survivor: {j.name}: {j.text}" for j in result.survivors]
-    lines += [f"  no longer caught by {s}" for s in result.surprises]
+    lines += [f"  surprise: {s}" for s in result.surprises]
     n, caught = len(result.mutants), sum(j.caught for j in result.mutants)
     return [*lines, f"score: {caught} of {n} mutants caught, {len(result.alarms)} false alarms"]
 
@@ -59,8 +59,10 @@ def _mutant(judged) -> list[str]:
     for checker in dict.fromkeys(s.checker for s in judged.seen):
         mine = [s for s in judged.seen if s.checker == checker]
         told.append(f"{checker} " + " ".join(f"{s.hits}/{s.runs}" for s in mine))
-    state = MARKS[judged.caught] if judged.targets else "same code" if judged.same else "no fault"
-    return [f"  {state:9} {judged.catalog:4} {judged.name:66} {'; '.join(told)}; {judged.seconds:.1f} s"]
+    same = "; compiles to the clean kernel's code" if judged.same else ""
+    return [
+        f"  {MARKS[judged.caught]} {judged.catalog:4} {judged.name:66} {'; '.join(told)}; {judged.seconds:.1f} s{same}"
+    ]
 
 
 def _hoisted(judged) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from equivalence.judge import Judge, Place
 from equivalence.order import QUALITY, check_builds, mutant
 from fast.kernel import Build, Kernel
+from fast.lower import lower
 from reference.numerics import exact, fused
 from reference.stage import STAGES, Role
 
@@ -42,11 +43,12 @@ class Seen:
 
 @dataclass
 class Built:
-    """A kernel for some targets. refused: why fast.kernel would not build it."""
+    """A kernel for some targets. refused: why fast.kernel would not build it. broken: why the edit is no kernel."""
 
     kernel: Kernel | None
     builds: dict[str, Build] = field(default_factory=dict)
     refused: str = ""
+    broken: str = ""
     seconds: float = 0.0
 
 
@@ -61,7 +63,7 @@ def build(entry: Mutant | None, base: str, targets: Sequence[str]) -> Built:
     module = b.original if entry is None else mutant(b.original, entry.edits)
     kernel = b.kernel(module, tensors(base))
     try:
-        builds = {target: kernel.compile(target) for target in targets}
+        builds = {b.target: b for b in lower(kernel, targets)}
     except ValueError as error:
         if NEVER_WAITS not in str(error):
             raise
@@ -181,7 +183,7 @@ def _alone(b, made: Built, target: str, ran: Ran) -> str:
     row, given = b.alone(tensors(b.name))
     single = b.kernel(sys.modules[made.kernel.entry.__module__], given)
     stream = Stream(single, given)
-    got = stream.run(single, single.compile(target).ptx, "plain")
+    got = stream.run(single, lower(single, [target])[0].ptx, "plain")
     slot = int(given["slots"][0])
     pairs = [(got.tensors["out"][0], ran.tensors["out"][row])]
     pairs += [(got.tensors[n][slot], ran.tensors[n][slot]) for n in ("conv", "recurrent")]

@@ -8,6 +8,7 @@ the result: without it nothing could be said about the code generator.
 import base64
 import json
 import sys
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,7 @@ def compile_all(wanted: str, targets: list[str]) -> list[dict]:
             try:
                 build = kernel.compile(target)
                 row |= dict(ptx=build.ptx, symbol=build.symbol, cubin=base64.b64encode(build.cubin).decode())
+                row["asm"] = [asdict(a) for a in build.asm]
             except Exception as error:
                 text = " ".join(str(error).split()) or "no message"
                 row["error"] = f"{type(error).__name__}: {text[:200]}"

@@ -35,6 +35,7 @@ class Judged:
     same: tuple[str, ...] = ()
     hoisted: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    broken: str = ""
 
     @property
     def judged(self) -> tuple[str, ...]:
@@ -76,8 +77,8 @@ class Alarm:
 
 @dataclass
 class Score:
-    """mutants: the faults. no_fault: edits that this compiler turns into right code. alarms: on clean kernels, out of
-    `proofs` order proofs and `schedules` interpreted runs. cpu: seconds of all processes."""
+    """alarms: what was said of clean kernels, in so many order proofs and interpreted schedules. cpu: seconds of all
+    processes."""
 
     judged: list[Judged]
     alarms: list[Alarm]
@@ -88,10 +89,6 @@ class Score:
     @property
     def mutants(self) -> list[Judged]:
         return [j for j in self.judged if j.targets]
-
-    @property
-    def no_fault(self) -> list[Judged]:
-        return [j for j in self.judged if not j.targets]
 
     @property
     def survivors(self) -> list[Judged]:
@@ -115,8 +112,9 @@ class Score:
 
     @property
     def surprises(self) -> list[str]:
-        """Catches that a checker used to make and did not."""
-        return [f"{j.name}: {', '.join(j.missing)}" for j in self.judged if j.missing]
+        """Entries whose edit does not compile, and catches that a checker used to make and did not."""
+        gone = [f"{j.name}: no kernel any more: {j.broken}" for j in self.judged if j.broken]
+        return gone + [f"{j.name}: not caught by {', '.join(j.missing)}" for j in self.judged if j.missing]
 
     def as_dict(self) -> dict:
         families = {
@@ -126,7 +124,7 @@ class Score:
         return dict(
             mutants=len(self.mutants), caught=sum(j.caught for j in self.mutants),
             caught_static=sum(j.by(STATIC) for j in self.mutants), false_alarms=len(self.alarms),
-            survivors=[j.name for j in self.survivors], no_fault=[j.name for j in self.no_fault], families=families,
+            survivors=[j.name for j in self.survivors], families=families,
             demands=[dict(text=t, met=m) for t, m in self.demands()], surprises=self.surprises,
             alarms=[asdict(a) for a in self.alarms], proofs=self.proofs, schedules=self.schedules, cpu_seconds=self.cpu,
             entries=[j.as_dict() for j in self.judged],
@@ -143,7 +141,13 @@ def judge(entries: Sequence[Mutant], targets: Sequence[str], repeats: int) -> li
 
     Schedules run on the first target, and on the others where the order proof is silent; equal PTX runs once.
     """
-    built, out = [checkers.build(e, e.base, targets) for e in entries], []
+    built, out = [_build(e, targets) for e in entries], []
+    for entry, made in zip(entries, built, strict=True):
+        if made.broken:
+            out.append(Judged(entry.name, entry.family, entry.catalog, entry.text, tuple(targets), ()))
+            out[-1].broken = made.broken
+    entries = [e for e, made in zip(entries, built, strict=True) if not made.broken]
+    built = [made for made in built if not made.broken]
     shown = checkers.static(entries, built, targets)
     above = _lifted(entries, built, targets)
     for entry, made, seen, hoisted in zip(entries, built, shown, above, strict=True):
@@ -163,6 +167,13 @@ def judge(entries: Sequence[Mutant], targets: Sequence[str], repeats: int) -> li
         one.seconds = checkers.spent() - began + made.seconds + sum(s.seconds for s in seen if s.checker == STATIC)
         out.append(one)
     return out
+
+
+def _build(entry: Mutant, targets: Sequence[str]) -> checkers.Built:
+    try:
+        return checkers.build(entry, entry.base, targets)
+    except Exception as error:  # whatever the compiler thinks of the edit: one bad entry must not hide the others
+        return checkers.Built(None, broken=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
 def _lifted(entries, built, targets: Sequence[str]) -> list[dict[str, int]]:

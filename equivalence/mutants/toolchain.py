@@ -16,20 +16,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from equivalence.order import QUALITY, TARGETS, check_builds
-from fast.kernel import Build, Kernel
+from fast.kernel import Asm, Build, Kernel
 
 PACKAGES = ("nvidia_cutlass_dsl/dsl_packages", "nvidia_cutlass_dsl/python_packages")
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = "installed"
 LIMIT = 3600  # seconds a child may take
+EDITS = ("kda: wait without memory clobber", "kda: slots loaded by assembly without side effects")
 CHILD = Path(__file__).with_name("compile_child.py")
 
 
 @dataclass
 class Toolchain:
     """What one version made of our kernels. stand_ins: what an old version lacks and had to be given. proved: how
-    many kernels and targets; findings: lines. unjudged: what did not compile, and why. edits: the verdict of each edit
-    that is no fault with the installed version."""
+    many kernels and targets; findings: lines. unjudged: what did not compile, and why. edits: what became of each edit
+    that leaves room to the compiler."""
 
     folder: str
     version: str = "?"
@@ -51,8 +52,8 @@ class Toolchain:
 
 
 def subjects(wanted: str = "") -> dict[str, Kernel]:
-    """What is compiled, by name: one kernel of each form for one request, and, named "edit ...", edits of kernels that
-    are no fault with the installed version."""
+    """What is compiled, by name: one kernel of each form for one request, and, named "edit ...", edits that leave
+    room to the compiler, which another version may use."""
     from fast import forms, production_kernels
 
     from .catalog import CATALOG
@@ -60,7 +61,7 @@ def subjects(wanted: str = "") -> dict[str, Kernel]:
     from .scenes import BASES, tensors
 
     found = {k.name: k for k in forms(production_kernels((1,)))}
-    for entry in (m for m in CATALOG.values() if not m.targets):
+    for entry in map(CATALOG.get, EDITS):
         base = BASES[entry.base]
         found[f"edit {entry.name}"] = base.kernel(mutant(base.original, entry.edits), tensors(base.name))
     chosen = {name: kernel for name, kernel in found.items() if wanted in name}
@@ -88,7 +89,8 @@ def _prove(folder: str, wanted: str, targets: Sequence[str], kernels: dict[str, 
             out.unjudged.append(f"{row['name']} {row['target']}: not compiled: {row['error']}")
         else:
             cubin = base64.b64decode(row["cubin"])
-            build = Build(kernels[row["name"]], row["target"], row["ptx"], cubin, row["symbol"], None)
+            asm = tuple(Asm(**a) for a in row["asm"])
+            build = Build(kernels[row["name"]], row["target"], row["ptx"], cubin, row["symbol"], None, asm)
             builds.append((row["name"], build))
     for (name, build), report in zip(builds, check_builds([b for _, b in builds]), strict=True):
         told = [str(f) for f in report.findings if f.severity != QUALITY]
