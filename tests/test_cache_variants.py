@@ -1,6 +1,5 @@
 """fp8 cache rows and a bf16 KDA state: roundings against float64, scales on their whole way, who refuses them."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from equivalence.compare import half_ulp
 from equivalence.law_twin import LawTwin, served_by
 from equivalence.lockstep import Lockstep
 from fast.decoder import FastDecoder
-from reference import kda, mla
 from reference.config import Config
 from reference.decoder import Decoder, Model
 from reference.kda import RECURRENCE, RECURRENCE_BF16
@@ -387,28 +385,3 @@ def test_speculation_takes_fp8_rows_and_refuses_a_bf16_state():
     SpecState(DecodeState(replace(KEPT, kda_state="fp32"), slots=9, pages=4))
     with pytest.raises(ContractError, match="speculation over a bf16 KDA state; allowed is fp32"):
         SpecState(DecodeState(KEPT, slots=9, pages=4))
-
-
-@pytest.mark.parametrize("name, value, text", [
-    ("mla_cache", "int8", "mla_cache 'int8': allowed are 'bf16', 'fp8'"),
-    ("kda_state", "fp16", "kda_state 'fp16': allowed are 'fp32', 'bf16'"),
-    *itertools.product(("cache_scale", "query_scale"), (0.0, -1.0, float("nan"), float("inf"), 1e-60), ("finite",)),
-])  # fmt: skip
-def test_wrong_variants_are_named(name, value, text):
-    with pytest.raises(ValueError, match=text):
-        replace(tiny, **{name: value})
-
-
-def test_contracts_of_the_variants():
-    x, cache = rows(), torch.zeros(P, B, 576).to(f8)
-    CACHE_WRITE_FP8.check(x | dict(cache_scale=C, cache=cache))
-    for bad, text in (
-        (dict(cache_scale=C.double()), "cache_scale is torch.float64; allowed is torch.float32"),
-        (dict(cache_scale=-C), "cache_scale holds -0.046875; allowed are finite numbers above 0"),
-        (dict(cache_scale=C * torch.nan), "cache_scale holds nan"),
-        (dict(cache_scale=C.expand(2)), "cache_scale has 1 = 2; allowed is 1"),
-        (dict(cache=cache.bfloat16()), "cache is torch.bfloat16; allowed is torch.float8_e4m3fn"),
-    ):
-        with pytest.raises(ContractError, match=text):
-            CACHE_WRITE_FP8.check(x | dict(cache_scale=C, cache=cache) | bad)
-    assert (mla.CACHE_WRITE_FP8.base, kda.RECURRENCE_BF16.base) == ("mla.cache_write", "kda.recurrence")
