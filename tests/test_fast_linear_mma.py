@@ -23,30 +23,33 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def wrong_launches(kernel, M: int, N: int, K: int) -> int:
-    """How many of ROUND * ROUNDS launches, between FMA projections in a graph, differ from a launch alone."""
+    """How many of ROUND * ROUNDS launches differ from a launch alone; in a graph, each between a projection that makes
+    its x and one that reads its output."""
     generator = torch.Generator().manual_seed(M)
 
     def made(*shape):
         return torch.randn(shape, generator=generator).div(shape[-1] ** 0.5).to("cuda", bf16)
 
-    def fma(n, k):
-        return linear.linear_kernel(linear.FmaConfig(1, k // 256, 8, 128), 1, n, k, k, n)
+    def tuned(n, k):
+        return linear.linear_kernel(linear.choose_config(M, n, k, "sm_90a"), M, n, k, k, n)
 
-    before, after = fma(K, 1536), fma(7168, 1536)
-    x, w, out, other = made(M, K), made(N, K), [made(M, N) for _ in range(ROUND)], made(1, 1536)
-    into, wide, tall = made(1, K), made(K, 1536), made(7168, 1536)
-    kernel(x, w, out[0])
-    want, end = out[0].clone(), made(1, 7168)
-    before(other, wide, into), after(other, tall, end)
-    torch.cuda.synchronize()
+    source, end = made(M, 1536), made(M, 7168)
+    before, w_before, after, w_after = tuned(K, 1536), made(K, 1536), tuned(7168, N), made(7168, N)
+    x, w, out = [made(M, K) for _ in range(ROUND)], made(N, K), [made(M, N) for _ in range(ROUND)]
+
+    def step(wait=lambda: None):
+        for a, b in zip(x, out, strict=True):
+            for one, tensors in ((before, (source, w_before, a)), (kernel, (a, w, b)), (after, (b, w_after, end))):
+                one(*tensors)
+                wait()
+
+    step(torch.cuda.synchronize)
+    want = out[0].clone()
     graph, wrong = torch.cuda.CUDAGraph(), torch.zeros((), dtype=torch.int64, device="cuda")
     with torch.cuda.graph(graph):
-        for t in out:
-            before(other, wide, into)
-            kernel(x, w, t)
-            after(other, tall, end)
+        step()
     for _ in range(ROUNDS):
-        for t in out:
+        for t in (*x, *out):
             t.fill_(float("nan"))
         graph.replay()
         wrong += sum((t.view(torch.int16) != want.view(torch.int16)).any() for t in out)
