@@ -1,6 +1,9 @@
 """The command line, in process: verdicts, exit codes, JSON, and one clear line for every wrong argument. No GPU."""
 
 import json
+import os
+import time
+from multiprocessing import active_children
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from typer.testing import CliRunner
 from equivalence.cases import SMALL
 from reference.checkpoint import write
 from reference.weights import random_checkpoint_tensors
-from tools.check import Checked, Part
+from tools.check import Checked, Part, _beside, no_compiler
 from tools.cli import app
 from tools.common import one_line
 from tools.generate import _swap
@@ -33,17 +36,20 @@ def test_check_judges_what_it_can(tmp_path):
 
 @pytest.mark.parametrize("verdicts, require, code", [
     ("equal", False, 0), ("equal disagreement", False, 1), ("could", False, 2), ("equal could", False, 0),
-    ("equal could", True, 2), ("disagreement could", True, 1), ("", False, 2),
+    ("equal could", True, 2), ("disagreement could", True, 1), ("", False, 2), ("equal unproven", False, 2),
+    ("equal could unproven", False, 2), ("disagreement unproven", False, 1),
 ])  # fmt: skip
 def test_exit_codes(verdicts, require, code):
-    names = {"could": "could not judge"}
-    parts = [Part("twins" if v == "could" else "reference", names.get(v, v), "") for v in verdicts.split()]
+    """could: there is no GPU; unproven: what could have been judged here was not."""
+    names = {"could": "could not judge", "unproven": "could not judge"}
+    parts = [Part("twins" if v == "could" else "reference", names.get(v, v), "", absent=v == "could")
+             for v in verdicts.split()]  # fmt: skip
     assert Checked(parts, require).exit_code == code
 
 
 def test_order_proves_a_kernel_and_writes_json():
     code, text, _ = k3("order", "--kernel", "kda_decode-t1-h2", "--target", "sm_103a", "--scope", "all", "--json", "-")
-    found = json.loads(text[text.index("{") :])
+    found = json.loads(text)  # nothing else is on standard output
     assert code == 0 and [r["verdict"] for r in found["reports"]] == ["proved"]
 
 
@@ -72,6 +78,8 @@ def test_bisect_without_a_twin_cannot_judge():
     (("check", "--device", f"cuda:{10**30}"), "allowed are auto, cpu, cuda, cuda:N"),
     (("doctor", "--json", "/"), "Is a directory"),
     (("generate", "--model", "tiny", "--prompt", "x", "--top-k", str(2**31)), "top_k < 2^31"),
+    (("generate", "--model", "tiny", "--prompt", "x", "--tokens", 10**11), "can't allocate memory"),
+    (("check", "--checkpoint", "x", "--record", "a", "--json", "./a"), "--json ./a would replace the file of --record"),
     (("generate", "--model", "tiny"), "generate takes either --prompt or --prompt-id"),
     (("generate", "--model", "tiny", "--prompt", "x", "--swap", "nothing=fast"), "'nothing' is no stage and no twin"),
     (("generate", "--model", "tiny", "--prompt", "x", "--backend", "quick"), "decode_backend 'quick': allowed are"),
@@ -101,6 +109,23 @@ def test_a_model_of_nan_is_never_equal(tmp_path):
     code, _, _ = k3("check", "--model", tmp_path / "nan", "--prompts", "edge-one-byte", "--tokens", 1, "--no-order",
                     "--json", file)  # fmt: skip
     assert code == 2 and {p["verdict"] for p in json.loads(file.read_text())["parts"]} == {"could not judge"}
+
+
+def test_a_fault_that_nothing_could_look_for_is_no_success():
+    good = Part("reference", "equal", "")
+    assert Checked([good, no_compiler([])]).exit_code == 0
+    assert Checked([good, no_compiler(["kda.beta@0"])]).exit_code == 2
+
+
+@pytest.mark.parametrize("work, error, text", [
+    (os._exit, ChildProcessError, "the process of _exit ended with 9 and without a result"), (int, ValueError, "'9x'"),
+])  # fmt: skip
+def test_a_second_process_that_ends_early_is_not_waited_for(work, error, text):
+    with pytest.raises(error, match=text), _beside(work, 9 if work is os._exit else "9x") as result:
+        result()
+    with pytest.raises(KeyError), _beside(time.sleep, 600):
+        raise KeyError
+    assert not active_children()
 
 
 def test_no_tokens_are_no_verdict():

@@ -26,6 +26,10 @@ def test_a_file_that_cannot_be_written_is_found_before_the_work(tmp_path):
     for target in (str(tmp_path / "no" / "x.json"), str(tmp_path)):
         with pytest.raises(OSError):
             check_target(target)
+    link = tmp_path / "link.json"  # it leads nowhere yet
+    link.symlink_to("later.json")
+    check_target(str(link))
+    assert link.is_symlink() and not link.exists()
 
 
 @pytest.mark.parametrize("command", ["check", "bisect", "order", "generate", "bench", "doctor"])

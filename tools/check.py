@@ -1,11 +1,12 @@
 """`k3 check`: one verdict on real prompts. With a GPU the twins are judged; without one, all that can be judged is.
 
 Every part says "equal", "disagreement" or "could not judge"; the whole says 1 if any part disagrees, 2 if nothing
-could be judged (or twins are required and did not run), else 0.
+was judged or a part could not be though this machine has what it needs (or twins are required and did not run), else 0.
 """
 
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,12 +26,14 @@ AGREE = 1e-10  # float64 prefill against float64 decode: reassociation of sums o
 
 @dataclass
 class Part:
-    """One thing that was judged, or was not and why."""
+    """One thing that was judged, or was not and why. absent: this machine lacks what it needs, so that nothing is said
+    about what would have been judged."""
 
     name: str
     verdict: str
     text: str
     details: dict = field(default_factory=dict)
+    absent: bool = False
 
 
 @dataclass
@@ -44,7 +47,9 @@ class Checked:
         if "disagreement" in verdicts:
             return DISAGREEMENT
         twins = [p.verdict for p in self.parts if p.name.startswith("twins")]
-        if "equal" not in verdicts or (self.require_twins and set(twins) != {"equal"}):
+        if "equal" not in verdicts or any(p.verdict != "equal" and not p.absent for p in self.parts):
+            return UNJUDGED
+        if self.require_twins and set(twins) != {"equal"}:
             return UNJUDGED
         return EQUAL
 
@@ -96,15 +101,43 @@ def _groups(ids: list[str], rows: int) -> list[list[str]]:
 def _beside(work, *arguments) -> Iterator[Callable[[], Part]]:
     """Run `work` in a second process, on half of the processors; yields what waits for its result or its error.
 
-    The caller has the other half meanwhile. If it fails, the second process ends with it.
+    The caller has the other half meanwhile. If it fails, the second process ends with it; if that one ends without a
+    result, as when memory runs out, what waits raises ChildProcessError.
     """
-    before, half = torch.get_num_threads(), max(1, (os.cpu_count() or 1) // 2)
-    with get_context("spawn").Pool(1, torch.set_num_threads, (half,)) as pool:
-        torch.set_num_threads(half)
+    before, half, context = torch.get_num_threads(), max(1, (os.cpu_count() or 1) // 2), get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(theirs, half, work, arguments), daemon=True)
+
+    def result() -> Part:
         try:
-            yield pool.apply_async(work, arguments).get
-        finally:
-            torch.set_num_threads(before)
+            made = ours.recv()
+        except EOFError:
+            child.join()
+            text = f"the process of {work.__name__} ended with {child.exitcode} and without a result"
+            raise ChildProcessError(text) from None
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    child.start()
+    theirs.close()  # the child has the only other end: the pipe ends with it
+    try:
+        torch.set_num_threads(half)
+        yield result
+    finally:
+        torch.set_num_threads(before)
+        child.terminate()
+        child.join()
+
+
+def _answer(pipe, threads: int, work, arguments) -> None:
+    torch.set_num_threads(threads)
+    try:
+        made = work(*arguments)
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        made = error
+    pipe.send(made)
 
 
 def _twins(model, ids, tokens, swap, faults, follow, where) -> list[Part]:
@@ -194,7 +227,7 @@ def _interpreted(model, ids, tokens, swap, faults, follow) -> Part:
 
     name = "interpreted twins"
     if not compiler():
-        return Part(name, "could not judge", "no C compiler on PATH for the PTX interpreter (cc, gcc or clang, or $CC)")
+        return no_compiler(faults)
     selection, extra = inject(faults, Selection.parse(swap))
     group, start = _groups(ids, ROWS["cpu"])[0], time.monotonic()
     case = Case("lockstep" if follow == "reference" else "accumulate", len(group) + 1, tuple(group), tokens)
@@ -204,13 +237,19 @@ def _interpreted(model, ids, tokens, swap, faults, follow) -> Part:
     return Part(name, result.verdict, text, result.as_dict())
 
 
+def no_compiler(faults) -> Part:
+    """Injected faults are there to be found: where nothing can, that is no success."""
+    text = "no C compiler on PATH for the PTX interpreter (cc, gcc or clang, or $CC)"
+    return Part("interpreted twins", "could not judge", text, absent=not faults)
+
+
 def _not_run(where: torch.device) -> Part:
     import fast
     from fast.selection import twins
 
     names = ", ".join(twins())
     text = f"{names} did not run on a GPU: they need a CUDA GPU of sm_90/sm_100/sm_103, and this run is on {where}"
-    return Part("twins", "could not judge", text, dict(twins=list(twins()), package=fast.__name__))
+    return Part("twins", "could not judge", text, dict(twins=list(twins()), package=fast.__name__), absent=True)
 
 
 def _order() -> Part:

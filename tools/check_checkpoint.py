@@ -61,7 +61,7 @@ def run(
     if record:
         _check_record(record, last, config)
     hidden, told = _begin(checkpoint, recorded, prompts, tokens, first, where.type)
-    servings, extra_parts = _servings(where, *chosen)
+    servings, extra_parts = _servings(where, faults, *chosen)
     check_memory(config, rank_config(config, mesh) if mesh else config, (hidden.layer, last), len(hidden.tokens) + 1,
                  free_bytes(where), str(where))  # fmt: skip
     with progress_bar(console) as progress:
@@ -164,15 +164,14 @@ def _begin(checkpoint, recorded, prompts, tokens, first: int, kind: str) -> tupl
     return hidden, f"tokens from {name}{law}"
 
 
-def _servings(where, selection, extra) -> tuple[list[Serving], list[Part]]:
+def _servings(where, faults, selection, extra) -> tuple[list[Serving], list[Part]]:
     """Who is judged here, and what cannot be."""
     if where.type == "cuda":
         return [Serving("twins", selection, extra)], []
     made = [Serving(f"reference, {num.mode} against exact", **served_by(*every_stage(num))) for num in MODES]
     if compiler():
         return [*made, Serving("interpreted twins", selection, interpreted(extra))], []
-    text = "no C compiler on PATH for the PTX interpreter (cc, gcc or clang, or $CC)"
-    return made, [Part("interpreted twins", "could not judge", text)]
+    return made, [check.no_compiler(faults)]
 
 
 def _part(one: Serving, result: Result, about: dict, told: str) -> Part:

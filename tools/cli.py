@@ -50,6 +50,9 @@ def check(
     """Do the twins equal the reference on real prompts? One verdict, per layer and stage."""
     with one_line(json):
         options = dict(layers=layers, rank_shapes=rank_shapes, rank=rank or None, record=record, recorded=recorded)
+        for name, file in (("record", record), ("recorded", recorded)):
+            if file and json not in (None, "-") and os.path.realpath(json) == os.path.realpath(file):
+                raise ValueError(f"--json {json} would replace the file of --{name}; name another file")
         if checkpoint is not None:
             result = _check_checkpoint(
                 checkpoint, model, options, prompts, tokens, swap, fault, follow, order, device, require_twins

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 import traceback
@@ -14,10 +15,16 @@ import torch
 import typer
 import typer.core
 from rich.console import Console
+from safetensors import SafetensorError
 
 EQUAL, DISAGREEMENT, UNJUDGED = 0, 1, 2
 console = Console(stderr=True, highlight=False)
 out = Console(highlight=False, soft_wrap=True)
+
+EXPECTED = (
+    ValueError, NotImplementedError, OSError, ImportError, MemoryError, torch.OutOfMemoryError, SafetensorError,
+)  # fmt: skip
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # of the RuntimeError that torch raises
 
 MODEL = typer.Option("mini", help="mini, deep (random weights, 93 layers), or a folder in the published layout.")
 JSON = typer.Option(None, "--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")
@@ -128,7 +135,7 @@ def check_target(target: str | None) -> None:
     """Refuse a file for JSON that cannot be written, before any work; leaves no trace. Raises OSError."""
     if target in (None, "-"):
         return
-    path = Path(target)
+    path = Path(os.path.realpath(target))  # of a link that leads nowhere the target is tried, and the link kept
     if path.exists() and not (path.is_file() or path.is_dir()):
         return  # a pipe or device: opening it has effects
     there = path.exists()
@@ -188,14 +195,18 @@ class OneLine(typer.core.TyperGroup):
 def one_line(target: str | None = None):
     """A user's mistake or missing part ends in one line and exit code 2, a defect of ours in a traceback and 2.
 
-    target: where JSON will go; refused at once if it cannot.
+    target: where JSON will go; refused at once if it cannot. Standard output is JSON's alone if that is "-": all else
+    goes to standard error.
     """
     try:
         check_target(target)
+        out.stderr = target == "-"
         yield
-    except (ValueError, NotImplementedError, OSError, ImportError, MemoryError) as error:
-        complain(error)
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, EXPECTED) or NO_MEMORY in str(error):
+            complain(error)
+        else:  # a crash is no verdict: Python's own exit code would say "disagreement"
+            traceback.print_exc()
         sys.exit(UNJUDGED)
-    except (Exception, KeyboardInterrupt):  # a crash is no verdict: Python's own exit code would say "disagreement"
-        traceback.print_exc()
-        sys.exit(UNJUDGED)
+    finally:
+        out.stderr = False

@@ -12,18 +12,17 @@ MARKS = {True: "caught", False: "missed"}
 def main(
     kernel: str, targets: list[str], scope: str, score: bool, schedules: int, toolchain: list[str], json: str | None
 ) -> int:
-    """Run what was asked for; the exit code. With json "-" tables go to standard error."""
-    printer = console if json == "-" else out
+    """Run what was asked for; the exit code."""
     with one_line(json):
         if score and toolchain:
             raise ValueError("--score and --toolchain are two questions; ask one at a time")
         if toolchain:
-            return _toolchains(kernel, targets, toolchain, printer, json)
-        return _score(kernel, targets, schedules, printer, json)
+            return _toolchains(kernel, targets, toolchain, json)
+        return _score(kernel, targets, schedules, json)
     return UNJUDGED
 
 
-def _score(wanted: str, targets: list[str], schedules: int, printer, json: str | None) -> int:
+def _score(wanted: str, targets: list[str], schedules: int, json: str | None) -> int:
     from equivalence.mutants.score import score
     from equivalence.order import TARGETS
 
@@ -31,8 +30,8 @@ def _score(wanted: str, targets: list[str], schedules: int, printer, json: str |
     with console.status("breaking kernels") as status:
         result = score(wanted, targets or TARGETS, schedules=schedules, told=lambda line, _: status.update(line))
     seconds = time.monotonic() - began
-    printer.print("\n".join(_lines(result)), markup=False, soft_wrap=True)
-    printer.print(f"{seconds:.0f} s, {result.cpu:.0f} s of CPU time")
+    out.print("\n".join(_lines(result)), markup=False, soft_wrap=True)
+    out.print(f"{seconds:.0f} s, {result.cpu:.0f} s of CPU time")
     write_json(result.as_dict() | dict(seconds=seconds), json)
     return EQUAL if all(met for _, met in result.demands()) and not result.surprises else DISAGREEMENT
 
@@ -71,13 +70,13 @@ def _hoisted(judged) -> str:
     return f"  {judged.name:60} {'  '.join(cells)}"
 
 
-def _toolchains(wanted: str, targets: list[str], folders: list[str], printer, json: str | None) -> int:
+def _toolchains(wanted: str, targets: list[str], folders: list[str], json: str | None) -> int:
     from equivalence.mutants.toolchain import compare
     from equivalence.order import TARGETS
 
     reports = compare(folders, wanted, targets or TARGETS)
     for report in reports:
-        printer.print("\n".join(report.lines()), markup=False, soft_wrap=True)
+        out.print("\n".join(report.lines()), markup=False, soft_wrap=True)
     write_json(dict(toolchains=[r.as_dict() for r in reports]), json)
     if any(r.findings for r in reports):
         return DISAGREEMENT

@@ -11,6 +11,8 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ..common import out
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -34,8 +36,8 @@ def run(stage: str, tokens: list[int], save: bool) -> dict:
         raise ValueError(f"stage {stage!r}: allowed are {', '.join(ROWS)}")
     speed, rows = bandwidth(), []
     rates = ", ".join(f"{kind} {value / 1e6:.2f} TB/s" for kind, value in speed.items())
-    print(f"{torch.cuda.get_device_name()}: {rates}")
-    print(f"{'stage':16s} {'case':20s}       us     low    high   GB/s  floor  peers: us, ours/peer")
+    out.print(f"{torch.cuda.get_device_name()}: {rates}", markup=False)
+    out.print(f"{'stage':16s} {'case':20s}       us     low    high   GB/s  floor  peers: us, ours/peer", markup=False)
     for name in names:
         for row in ROWS[name](tokens):
             rows.append(_timed(row, speed))
@@ -75,7 +77,7 @@ def _timed(row, speed: dict[str, float]) -> dict:
     told = [f"{n} {p['us']:.2f}, {p['ours_over_peer']:.3f}" for n, p in peers.items()]
     told += [f"{n}: {why}" for n, why in missing.items()]
     figures = f"{ours.us:8.2f} {ours.low:7.2f} {ours.high:7.2f} {rate:6.0f} {share:6.1%}"
-    print(f"{row.stage:16s} {row.case:20s} {figures}  {'; '.join(told)}", flush=True)
+    out.print(f"{row.stage:16s} {row.case:20s} {figures}  {'; '.join(told)}", markup=False)
     return dict(
         stage=row.stage, case=row.case, us=ours.us, low=ours.low, high=ours.high, bytes=row.bytes, floor_us=floor,
         share_of_floor=share, missing=missing, peers=peers,
