@@ -4,7 +4,6 @@ Read and written like the target's (`checkpoint`); errors name the file and the 
 """
 
 from dataclasses import MISSING, fields
-from math import isfinite
 from pathlib import Path
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from .checkpoint import INDEX, Shards, read_index, read_json, write_folder
 from .draft_config import DraftConfig, draft_table
 from .layout import CONFIG, CheckpointError, short
 
+MODERATE = (1e-12, 1e12)  # numbers of which logarithms and powers are taken
 KIND = "k3_dspark"  # model_type of config.json; the other fields are those of DraftConfig
 
 
@@ -39,7 +39,10 @@ def config_from_json(obj: object, file: str = CONFIG) -> DraftConfig:
         made[name] = _take(file, name, obj[name], f.type)
     if made["mask"] >= made["vocab"]:
         raise CheckpointError(f"{file}: mask is {made['mask']}; allowed is below vocab = {made['vocab']}")
-    return DraftConfig(**made)
+    config = DraftConfig(**made)
+    if config.theta <= 1 or config.rope % 2:
+        raise CheckpointError(f"{file}: theta is {config.theta}, rope {config.rope}; allowed are above 1, and pairs")
+    return config
 
 
 def _take(file: str, name: str, value: object, kind: type) -> object:
@@ -49,7 +52,7 @@ def _take(file: str, name: str, value: object, kind: type) -> object:
         return value
     if kind is int and type(value) is int and low <= value < 2**31:
         return value
-    if kind is float and type(value) in (int, float) and isfinite(value) and value > 0:
+    if kind is float and type(value) in (int, float) and MODERATE[0] <= value <= MODERATE[1]:
         return float(value)
     if kind not in (str, int, float) and isinstance(value, list) and value:
         if all(type(t) is int and 0 <= t < 2**31 for t in value):
@@ -63,7 +66,10 @@ class DraftCheckpoint(Shards):
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.config = config_from_json(read_json(self.folder / CONFIG), str(self.folder / CONFIG))
-        self._hold(draft_table(self.config), read_index(self.folder / INDEX))
+        stored, layers = read_index(self.folder / INDEX), self.config.layers
+        if len(stored) < layers:  # before a table of that many names is made
+            raise CheckpointError(f"{self.folder / INDEX}: names {len(stored)} tensors; {CONFIG} has {layers} layers")
+        self._hold(draft_table(self.config), stored)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name, as `draft_config.draft_weights` takes them."""

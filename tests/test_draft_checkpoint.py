@@ -58,6 +58,9 @@ def test_missing_fields_and_other_json_are_named():
     del obj["rank"]
     with pytest.raises(CheckpointError, match=r"config\.json: rank is missing"):
         config_from_json(obj)
+    for name, value in (("theta", 1.0), ("rope", 7), ("beta_fast", 1e-308), ("factor", 1e308)):
+        with pytest.raises(CheckpointError, match=f"{name} is|{name} {value}"):
+            config_from_json(config_to_json(TINY) | {name: value})
     with pytest.raises(CheckpointError, match=r"model_type is \[\]"):
         config_from_json([])
 
@@ -106,6 +109,13 @@ def test_damaged_files_are_named(folder):
         DraftCheckpoint(folder).tensors()
     (folder / CONFIG).unlink()
     with pytest.raises(CheckpointError, match=r"config\.json: the file is missing"):
+        DraftCheckpoint(folder)
+
+
+def test_more_layers_than_tensors_are_refused_at_once(folder):
+    obj = json.loads((folder / CONFIG).read_text()) | dict(layers=2**31 - 1)
+    (folder / CONFIG).write_text(json.dumps(obj))
+    with pytest.raises(CheckpointError, match=r"names \d+ tensors; config\.json has 2147483647 layers"):
         DraftCheckpoint(folder)
 
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,14 @@ def test_pairs_of_lowest_rank_are_joined_first(tmp_path):
     assert encode("né123".encode()) == [390, 110, 256 + 5, 256 + 6, ord("3")]
 
 
+def test_long_pieces_take_no_longer_by_the_byte(tmp_path):
+    """A run of one letter is one piece; a search over the whole of it for each join would take minutes."""
+    made = Ranked(ranked(tmp_path, [b"a" * 2**k for k in range(1, 9)]))
+    start = time.process_time()
+    assert made.encode(b"a" * 100_003) == [256 + 7] * 390 + [256 + 7 - 1, 256 + 4, 256 + 0, 97]
+    assert time.process_time() - start < 10
+
+
 def test_every_prompt_keeps_its_bytes(tmp_path):
     made = Ranked(ranked(tmp_path))
     back = {rank: token for token, rank in made.ranks.items()}
@@ -47,6 +56,7 @@ def test_every_prompt_keeps_its_bytes(tmp_path):
 
 @pytest.mark.parametrize("content, text", [
     ("aGU= 1 2\n", "line 1 is no base64 token and rank"), ("!! 1\n", "line 1 is no base64 token and rank"),
+    ("aGU= -7\n", "line 1 is no base64 token and rank"), ("aGU= 0\naGU= 1\n", "line 2 repeats a token"),
     ("aGU= 0\n", "byte 0x00 has no token"), ("é\n", "no tiktoken file"),
 ])  # fmt: skip
 def test_broken_files_are_one_line(content, text, tmp_path):

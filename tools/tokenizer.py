@@ -9,14 +9,15 @@ import base64
 import binascii
 import re
 from collections.abc import Callable
+from heapq import heappop, heappush
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 from reference.config import Config
 
 BYTE_LEVEL = 256  # bos of models whose tokens are bytes
 PIECE = re.compile(r" ?[^\W\d_]+| ?\d{1,3}| ?[^\w\s]+|_+|\s+", re.UNICODE)
+RANK = re.compile(r"[0-9]{1,9}")
 JSON_FILE, TIKTOKEN = "tokenizer.json", ("tiktoken.model", "*.tiktoken")
 
 
@@ -77,10 +78,15 @@ class Ranked:
             raise TokenizerError(f"{file}: no tiktoken file ({error})") from None
         for number, line in enumerate(lines, 1):
             try:
-                token, rank = line.split()
-                self.ranks[base64.b64decode(token, validate=True)] = int(rank)
+                text, rank = line.split()
+                token = base64.b64decode(text, validate=True)
+                if not RANK.fullmatch(rank):
+                    raise ValueError(rank)
             except (ValueError, binascii.Error):
                 raise TokenizerError(f"{file}: line {number} is no base64 token and rank") from None
+            if token in self.ranks:
+                raise TokenizerError(f"{file}: line {number} repeats a token")
+            self.ranks[token] = int(rank)
         lacking = [b for b in range(256) if bytes([b]) not in self.ranks]
         if lacking:
             raise TokenizerError(f"{file}: byte {lacking[0]:#04x} has no token; allowed are files with all 256")
@@ -98,12 +104,25 @@ class Ranked:
     def _piece(self, piece: bytes) -> list[int]:
         if piece in self.ranks:
             return [self.ranks[piece]]
-        parts = [bytes([b]) for b in piece]
-        while len(parts) > 1:
-            joined = [self.ranks.get(a + b) for a, b in pairwise(parts)]
-            known = [rank for rank in joined if rank is not None]
-            if not known:
-                break
-            at = joined.index(min(known))
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        return [self.ranks[part] for part in parts]
+        ends = list(range(1, len(piece) + 1))  # of the part that begins at each byte; 0 where none does
+        begins = list(range(-1, len(piece) - 1))  # of the part before it
+        pairs: list[tuple[int, int, int, int]] = []  # rank, then begin, middle and end: the left of equal ranks first
+
+        def offer(begin: int) -> None:
+            middle = ends[begin]
+            if middle < len(piece) and piece[begin : ends[middle]] in self.ranks:
+                heappush(pairs, (self.ranks[piece[begin : ends[middle]]], begin, middle, ends[middle]))
+
+        for begin in range(len(piece)):
+            offer(begin)
+        while pairs:
+            _, begin, middle, end = heappop(pairs)
+            if ends[begin] != middle or ends[middle] != end:
+                continue  # one of the two was joined with another meanwhile
+            ends[begin], ends[middle] = end, 0
+            if end < len(piece):
+                begins[end] = begin
+                offer(begin)
+            if begins[begin] >= 0:
+                offer(begins[begin])
+        return [self.ranks[piece[begin:end]] for begin, end in enumerate(ends) if end]
