@@ -30,13 +30,18 @@ def load(src: cute.Tensor) -> cute.Tensor:
     return _load(cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), src.element_type, num_bits_per_copy=_bits(src)), src)
 
 
-def load_weight(src: cute.Tensor) -> cute.Tensor:
-    """A span of 4, 8 or 16 bytes of a weight to registers, not kept in L1: each weight is read once per kernel."""
+def load_weight(src: cute.Tensor, lines: bool = False) -> cute.Tensor:
+    """A span of 4, 8 or 16 bytes of a weight to registers, not kept in L1: each weight is read once per kernel.
+
+    lines: L2 fetches the whole line of 128 bytes, of which this kernel reads the rest next.
+    """
+    hint = dict(l2_prefetch_size=cute.nvgpu.L2PrefetchSize.SIZE_128B) if lines else {}
     atom = cute.make_copy_atom(
         cute.nvgpu.CopyG2ROp(),
         src.element_type,
         num_bits_per_copy=_bits(src),
         l1c_evict_priority=cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE,
+        **hint,
     )
     return _load(atom, src)
 

@@ -33,6 +33,7 @@ ALIGN = 8  # elements of 16 bytes
 GPCS = (16, 16, 16, 16, 16, 16, 18, 18)  # SMs of an H200's clusters of processors; a cluster of CTAs stays in one
 CLOCK = 1755.0  # cycles per microsecond
 WGMMA_ARCHS = ("sm_90a",)
+SLOW = ("more than one wave", "SMs idle", "too few bytes in flight", "uneven last pass", "whole groups of tokens idle")
 LinearConfig = FmaConfig | MmaConfig | DirectConfig | WgmmaConfig
 
 
@@ -251,12 +252,18 @@ def estimate_mma(cfg: MmaConfig, M: int, N: int, K: int) -> float:
 
 
 def choose_config(M: int, N: int, K: int, arch: str = "sm_90a") -> LinearConfig:
-    """The measured winner for (N, K, M), or of the next larger M measured; the best estimate where there is none."""
+    """The measured winner for (N, K, M), or of the next larger M measured; the best estimate where there is none.
+
+    Raises NotImplementedError for a shape that no configuration can do.
+    """
     table = TUNED.get((N, K), {}) | (HOPPER.get((N, K), {}) if arch in WGMMA_ARCHS else {})
     tuned = {m: cfg for m, cfg in table.items() if m >= M}
     if tuned:
         return tuned[min(tuned)]
-    kept, _ = candidates(M, N, K, arch)
+    kept, dropped = candidates(M, N, K, arch)
+    kept = kept or [cfg for cfg, reason in dropped.items() if reason in SLOW and getattr(cfg, "splits", 1) == 1]
+    if not kept:
+        raise NotImplementedError(f"linear: M = {M}, N = {N}, K = {K}: no configuration; {set(dropped.values())}")
     return min(kept, key=lambda cfg: estimate(cfg, M, N, K))
 
 
@@ -295,7 +302,10 @@ def linear(x, w, out):
 
 
 def linear_kernel(cfg: LinearConfig, M: int, N: int, K: int, x_stride: int, out_stride: int) -> Kernel:
-    """The kernel of one configuration; strides are in elements."""
+    """The kernel of one configuration; strides are in elements. Raises ValueError for fewer weight rows than a tile."""
+    rows = {FmaConfig: 1, DirectConfig: 16}.get(type(cfg)) or cfg.rows
+    if rows > N:
+        raise ValueError(f"linear: N = {N}; allowed for {cfg} are multiples of {ALIGN} from {rows} on")
     bf16 = torch.bfloat16
     args = (
         Arg("x", Role.ACTIVATION, bf16, (M, K), (x_stride, 1)),

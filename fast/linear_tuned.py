@@ -1,7 +1,8 @@
 """Measured configurations of the skinny GEMM: (N, K) -> tokens M -> configuration.
 
 One H200, 2026-11-29 (M up to 8: kernels of commit 3826f06, before the proxy fence of bulk copies; from 16 on: of commit
-d778157) and 2026-11-30 (wgmma: of commit 75bdc6d; for 64 tokens, but for 2112 x 7168, of commit 4dbe023). Each entry is
+d778157) and 2026-11-30 (wgmma: of commit 75bdc6d; for 64 tokens, but for 2112 x 7168, of commit 4dbe023; for
+6288 x 7168 and 7168 x 1536 with weights fetched by whole lines). Each entry is
 the fastest of a sweep; times are microseconds per call, medians of CUDA graph replays over weights rotated through at
 least eight copies and 240 MB, first ours, then torch.mm in the same run. Tokens without an entry take that of the next
 larger M, or an estimate. All entries as they stand, and with the fence, are timed in tools/bench/results/.
@@ -71,7 +72,7 @@ HOPPER: dict[tuple[int, int], dict[int, WgmmaConfig]] = {
     (6288, 7168): {
         16: WgmmaConfig(1, 3, 4, 4, 4, 2),  # 23.84, 24.37
         32: WgmmaConfig(3, 3, 4, 4, 4, 2),  # 24.30, 25.20
-        64: WgmmaConfig(3, 3, 4, 4, 2, 4, 4),  # 25.76, 25.10
+        64: WgmmaConfig(3, 3, 4, 4, 2, 4, 4),  # 25.32, 24.84
     },
     (2112, 7168): {
         16: WgmmaConfig(1, 6, 8, 8, 4, 2),  # 8.88, 12.65
@@ -86,7 +87,7 @@ HOPPER: dict[tuple[int, int], dict[int, WgmmaConfig]] = {
     (7168, 1536): {
         16: WgmmaConfig(1, 3, 4, 4, 4, 2),  # 6.67, 7.76
         32: WgmmaConfig(3, 3, 4, 4, 4, 2),  # 7.54, 7.88
-        64: WgmmaConfig(3, 3, 4, 4, 4, 4, 2),  # 8.71, 8.17
+        64: WgmmaConfig(3, 3, 4, 4, 4, 4, 2),  # 8.68, 8.95
     },
     (2304, 1536): {
         16: WgmmaConfig(1, 4, 8, 8, 2, 2),  # 3.64, 5.09

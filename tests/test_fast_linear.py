@@ -289,3 +289,20 @@ def test_chain_in_a_graph_reads_what_its_predecessor_wrote():
                 t.fill_(float("nan"))
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip(x[1:], want, strict=True))
+
+
+@pytest.mark.parametrize("M", [1, 3, 8, 16, 33, 64])
+@pytest.mark.parametrize(("N", "K"), [(7168, 6288), (16, 16), (24, 6288), (65536, 16)])
+def test_awkward_sizes_have_a_configuration(M, N, K):
+    """K of 16 times a prime leaves stages of 16 columns; the kernel is slow, but there is one."""
+    for arch in ("sm_90a", "sm_103a"):
+        cfg = linear.choose_config(M, N, K, arch)
+        kernel = linear.linear_kernel(cfg, M, N, K, K, N)
+        assert kernel.smem <= linear.SMEM and kernel.block[0] <= 1024
+
+
+def test_a_tile_of_more_rows_than_weights_is_refused():
+    with pytest.raises(ValueError, match=r"N = 24; allowed for MmaConfig\(.* are multiples of 8 from 48 on"):
+        linear.linear_kernel(linear.MmaConfig(48, 1, 1, 8, 256, 4, 1, True), 1, 24, 7168, 7168, 24)
+    with pytest.raises(ValueError, match="N = 8; allowed for DirectConfig"):
+        linear.linear_kernel(linear.DirectConfig(8, 1), 1, 8, 128, 128, 8)

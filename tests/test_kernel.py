@@ -287,6 +287,8 @@ def test_launches_eagerly_and_in_a_graph(stage):
 
 @needs_gpu
 def test_launch_follows_the_current_stream(stage):
+    launch(scale_twin(), tensors(2, 0, "cuda"), {})  # compiled before the sleep, which does not last that long
+    torch.cuda.synchronize()
     args = tensors(2, 0, "cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
