@@ -67,7 +67,7 @@ def run(model, prompts, tokens, swap, faults, follow, order, device, require_twi
     where = named_device(device)
     config = load_model(model, str(where))[0].config
     serving(swap, faults, config)
-    interpreted, tokens = tokens or min(INTERPRETED, 600 // config.layers), tokens or TOKENS[where.type]
+    interpreted, tokens = tokens or min(INTERPRETED, 624 // config.layers), tokens or TOKENS[where.type]
     chosen = named_prompts(prompts) if prompts else _shortest_of_each_kind()
     ids = [p.id for p in chosen]
     if where.type == "cuda":
