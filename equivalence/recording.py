@@ -112,6 +112,11 @@ def read(file: str | Path, checkpoint: Checkpoint) -> Hidden:
         raise ContractError(f"{file}: truncated or no safetensors file ({' '.join(str(error).split())})") from None
     if meta.get("format") != FORMAT or set(meta) != set(FIELDS):
         raise ContractError(f"{file}: format {short(meta.get('format'))}; allowed is {FORMAT!r}, of check --record")
+    for name in ("tokens", "lengths"):
+        t = held.get(name)
+        if t is None or t.dtype != torch.int64 or t.ndim != 1:
+            found = "missing" if t is None else f"{t.dtype} {list(t.shape)}"
+            raise ContractError(f"{file}: {name} is {found}; allowed is {torch.int64} with one axis")
     try:
         layer, decoded, prompts = int(meta["layer"]), int(meta["decoded"]), json.loads(meta["prompts"])
         tokens = [part.tolist() for part in held["tokens"].split(held["lengths"].tolist())]
@@ -133,6 +138,8 @@ def read(file: str | Path, checkpoint: Checkpoint) -> Hidden:
 def _check(file, hidden: Hidden, config: Config) -> None:
     if not 0 <= hidden.layer <= config.layers:
         raise ContractError(f"{file}: enters layer {hidden.layer}; allowed are 0..{config.layers}")
+    if not isinstance(hidden.prompts, list) or not all(isinstance(p, str) for p in hidden.prompts):
+        raise ContractError(f"{file}: prompts are {short(hidden.prompts)}; allowed is a list of texts")
     n = sum(map(len, hidden.tokens))
     want = dict(prefix=(n, config.hidden), delta=(n, config.hidden),
                 blocks=(n, -(-hidden.layer // config.block), config.hidden))  # fmt: skip

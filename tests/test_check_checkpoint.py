@@ -144,6 +144,8 @@ def spoil(record, target, **changes):
     (dict(delta=torch.zeros(3, 64)), "delta is torch.float32 [3, 64]; allowed is torch.bfloat16 ["),
     (dict(lengths=torch.tensor([1])), "broken ("), (dict(checkpoint="0" * 64), "recorded with another checkpoint"),
     (dict(passed="0" * 64), "recorded with other weights of layer 1"),
+    (dict(lengths=torch.tensor([1.0])), "lengths is torch.float32 [1]; allowed is torch.int64 with one axis"),
+    (dict(lengths=None), "lengths is missing"), (dict(prompts="5"), "prompts are 5; allowed is a list of texts"),
     (dict(tokens=torch.full((4,), 999)), "token id 999; allowed are 0..271"),
 ])  # fmt: skip
 def test_recordings_that_do_not_fit(record, changes, text, tmp_path):
