@@ -1,7 +1,5 @@
 """What a checkpoint holds: tensor names, shapes and dtypes, and the fields of config.json (SPEC.md 1, 12.1)."""
 
-from math import isfinite
-
 import torch
 
 from .config import Config
@@ -119,6 +117,7 @@ OWN_FIELDS = {"name": "name", "lora_eps": "lora_eps", "l2_eps": "l2_eps"}
 OWN = "k3_twice"  # section for what the published fields cannot say; absent from the published file
 JSON_KINDS = {dict: "an object", list: "a list", str: "a text"}
 MAY_BE_ZERO = {"first_k_dense_replace", "bos_token_id", "eos_token_id", "pad_token_id"}
+NEGATIVE = {"gate_lower_bound"}
 REQUIRED = {"hidden_act": "situ", "mla_use_nope": True, "mla_use_output_gate": True, "latent_moe_use_norm": True}
 IMPLIED = {  # may be absent; another value is another model
     "model_type": "kimi_linear", "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid",
@@ -206,8 +205,10 @@ class _Section:
         value, low = self.values[name], int(name not in MAY_BE_ZERO)
         if kind is int and not (type(value) is int and low <= value < 2**31):
             self.fail(name, f"is {short(value)}; allowed is a whole number from {low} to 2147483647")
-        if kind is float and not (type(value) in (int, float) and isfinite(value)):
-            self.fail(name, f"is {short(value)}; allowed is a finite number")
+        if kind is float:
+            sign = -1 if name in NEGATIVE else 1
+            if not (type(value) in (int, float) and 1e-30 <= sign * value <= 1e30):  # float32 holds it, and its inverse
+                self.fail(name, f"is {short(value)}; allowed is a finite number {'below' if sign < 0 else 'above'} 0")
         if kind in JSON_KINDS and not isinstance(value, kind):
             self.fail(name, f"is {short(value)}; allowed is {JSON_KINDS[kind]}")
         return float(value) if kind is float else value

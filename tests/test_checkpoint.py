@@ -61,7 +61,9 @@ def test_the_table_of_k3_is_the_published_inventory():
     assert table[L + "92.block_sparse_moe.experts.895.w2.weight_scale"] == ((3584, 96), torch.uint8)
 
 
-@pytest.mark.parametrize("config", [k3, mini, deep, TINY, replace(k3_rank(8), bos=1, eos=2, pad=3)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config", [k3, mini, deep, TINY, replace(k3_rank(8), bos=1, eos=2, pad=3)], ids=lambda c: c.name
+)
 def test_config_survives_json(config):
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
 
@@ -83,6 +85,7 @@ def test_a_width_that_published_fields_cannot_say_is_refused():
 
 T, A = "text_config.", "text_config.linear_attn_config."
 WHOLE = "allowed is a whole number from 1 to 2147483647"
+ABOVE = "allowed is a finite number above 0"
 BAD_FIELDS = {  # path, value (... deletes) -> text
     "missing": ("text_config hidden_size", ..., f"{T}hidden_size is missing"),
     "text": ("text_config hidden_size", "64", f"{T}hidden_size is '64'; {WHOLE}"),
@@ -93,8 +96,13 @@ BAD_FIELDS = {  # path, value (... deletes) -> text
     "long": ("text_config num_experts", "9" * 500, f"{T}num_experts is '{'9' * 76}...; {WHOLE}"),
     "negative": ("text_config eos_token_id", -1,
                  f"{T}eos_token_id is -1; allowed is a whole number from 0 to 2147483647"),
-    "nan": ("text_config rms_norm_eps", float("nan"), f"{T}rms_norm_eps is nan; allowed is a finite number"),
-    "null": ("text_config activation_situ_beta", None, f"{T}activation_situ_beta is None; allowed is a finite number"),
+    "nan": ("text_config rms_norm_eps", float("nan"), f"{T}rms_norm_eps is nan; {ABOVE}"),
+    "negative-float": ("text_config rms_norm_eps", -1e-5, f"{T}rms_norm_eps is -1e-05; {ABOVE}"),
+    "huge-float": ("text_config rms_norm_eps", 10**400, f"{T}rms_norm_eps is {'1' + 76 * '0'}...; {ABOVE}"),
+    "zero-float": ("text_config activation_situ_beta", 0, f"{T}activation_situ_beta is 0; {ABOVE}"),
+    "floor": ("text_config linear_attn_config gate_lower_bound", 5.0,
+              f"{A}gate_lower_bound is 5.0; allowed is a finite number below 0"),
+    "null": ("text_config activation_situ_beta", None, f"{T}activation_situ_beta is None; {ABOVE}"),
     "section": ("text_config", [], "text_config is []; allowed is an object"),
     "topk": ("text_config num_experts_per_token", 9,
              f"{T}num_experts_per_token is 9; allowed is at most num_experts = 4"),
@@ -109,7 +117,7 @@ BAD_FIELDS = {  # path, value (... deletes) -> text
                     f"{A}full_attn_layers and kda_layers do not name each layer 1..4 once"),
     "unknown": ("text_config sliding_window", 128, f"{T}'sliding_window' is unknown"),
     "unknown-inner": ("text_config linear_attn_config chunk", 1, f"{A}'chunk' is unknown"),
-    "own": ("k3_twice lora_eps", "small", "k3_twice.lora_eps is 'small'; allowed is a finite number"),
+    "own": ("k3_twice lora_eps", "small", "k3_twice.lora_eps is 'small'; allowed is a finite number above 0"),
     "unpackable": ("text_config routed_expert_hidden_size", 48,
                    "expert width 32, latent width 48: allowed are multiples of 32 (MXFP4 groups)"),
 }  # fmt: skip
