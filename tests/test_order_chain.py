@@ -10,7 +10,7 @@ from equivalence.order.check import Report, Seen
 from fast import production_kernels
 from reference.config import k3_rank, mini
 from reference.plan import plan
-from reference.stage import Role
+from reference.stage import ContractError, Role
 from tools.order import Result
 
 
@@ -99,3 +99,6 @@ def test_the_steps_of_models(config):
     found = check_chain(chain.launches(made, "sm_103a", reports), "sm_103a")
     assert any(f.where == f"step {broken}" and f.tensor == "prefix" and f.target == "sm_103a" for f in found)
     assert all(f.severity == "error" and f.rule == "R12" for f in found)
+    reports[name] = replace(report(kernels[name]), accesses=(Seen("", "load", "other", False, ()),))
+    with pytest.raises(ContractError, match=rf"{name}: other is no tensor of .* and no scratch"):
+        chain.launches(made, "sm_103a", reports)

@@ -145,6 +145,8 @@ def test_generic_access_to_shared_memory_is_not_global():
         ("red.release.gpu.global.add.s32 [%rd1], 1", "atomic", True),
         ("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd1], [%r1], %r2", "atomic", True),
         ("ld.shared.b32 %r1, [%r2]", None, None),
+        ("st.async.mmio.release.sys.global.b32 [%rd1], %r2", "store", True),
+        ("red.async.mmio.release.sys.global.add.u32 [%rd1], %r2", "atomic", True),
         ("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r1], %r2, [%r3]", None, None),
         ("red.async.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r1], %r2, [%r3]", None, None),
         ("cp.async.commit_group", None, None),

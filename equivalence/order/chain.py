@@ -20,7 +20,7 @@ from fast.kernel import Kernel, pick
 from fast.selection import Fast, Selection, Unit, divide, span_refs, twins
 from reference.config import deep, k3_rank, mini
 from reference.plan import Plan, Ref, plan
-from reference.stage import Role
+from reference.stage import ContractError, Role
 
 from .check import Report
 from .rules import ERROR, Finding
@@ -135,7 +135,8 @@ def _activation(step: Plan, ref: Ref) -> torch.Tensor:
 
 
 def launches(step: Plan, target: str, reports: dict[str, Report]) -> list[Launch]:
-    """The step in launch order. reports: of its kernels on this target, by name. Raises KeyError for one missing."""
+    """The step in launch order. reports: of its kernels on this target, by name. Raises KeyError for one missing, and
+    ContractError for a kernel that accesses what its stages do not have."""
     chain, known, seen = [], {}, {}
     for unit in units(step, target):
         cells = {n: (r.space, r.name, r.layer) for s in unit.steps for n, r in s.bind.items()}
@@ -171,7 +172,10 @@ def accessed(kernel: Kernel, report: Report) -> tuple[frozenset[str], frozenset[
 
 def _launch(key: str, kernel: Kernel, cells: dict[str, Cell], report: Report, seen: tuple) -> Launch:
     own = {a.name: ("scratch", f"{kernel.name}.{a.name}", None) for a in kernel.args if a.role is Role.SCRATCH}
-    early, reads, writes = (frozenset((cells | own)[name] for name in names if name in cells | own) for names in seen)
+    known = cells | own
+    if unknown := frozenset().union(*seen) - known.keys() - {""}:
+        raise ContractError(f"{kernel.name}: {min(unknown)} is no tensor of {key} and no scratch")
+    early, reads, writes = (frozenset(known[name] for name in names - {""}) for names in seen)
     return Launch(key, kernel.name, kernel.pdl, report.waits, report.patient, early, reads, writes)
 
 

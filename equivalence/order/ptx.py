@@ -146,7 +146,8 @@ def _memory(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) -
         integer = not any(_FLOAT.match(p) for p in parts)
         return Access(kind, at(operands[operand]), not ({"nc"} & set(parts)), _order(parts, default), integer)
 
-    if base in ("ld", "st", "atom", "red") and (space in ("shared", "local", "param", "const") or "async" in parts):
+    off = space in ("shared", "local", "param", "const") or ("async" in parts and space != "global")
+    if base in ("ld", "st", "atom", "red") and off:
         return
     if base == "ld":
         inst.access = access("load", 1)
