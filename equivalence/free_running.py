@@ -23,13 +23,13 @@ from reference.stage import ContractError
 from reference.state import PAGED, DecodeState, Request
 
 from .compare import FLOOR, Bounds, routes
-from .judge import Finding, Judge, Place
+from .judge import UNBOUNDED, Finding, Judge, Place
 from .lockstep import ROUTER, Scattered
 
 # Two trajectories with equal errors per step are two draws of one process: their ratio over a run is near 1. One more
 # rounding per stage makes it sqrt(2), four times the noise power 2. Single rows and elements are judged only where the
 # reference is exact (what prefill left in the cache); infinite bounds would multiply that 0.
-FREE = Bounds(1e100, 1e100, 2.0)
+FREE = Bounds(UNBOUNDED, UNBOUNDED, 2.0)
 
 
 class FreeRunning(Scattered):

@@ -14,6 +14,7 @@ from .compare import BOUNDS, SAMPLE, Bounds, drifts, measure, pooled_ratio, slop
 from .lanes import Lanes
 
 NEVER = -1
+UNBOUNDED = 1e100  # a multiple that bounds no row and no element: only the run is judged
 LANES = 4  # groups of tensors are independent: a captured walk judges four at a time
 
 
@@ -58,6 +59,12 @@ class Finding:
     @property
     def ok(self) -> bool:
         return not self.reasons
+
+    @property
+    def hollow(self) -> bool:
+        """Nothing was compared by value, or too little where only the error of a run is bounded."""
+        needed = SAMPLE if self.bounds and self.bounds.rms >= UNBOUNDED else 1
+        return self.check == "value" and self.compared < needed
 
 
 def _refuse_capture() -> None:

@@ -41,8 +41,8 @@ class Result:
 
     @property
     def hollow(self) -> list[str]:
-        """Tensors of which nothing was compared: no row was live, or no value finite."""
-        return [f"{f.place.key} {f.place.tensor}" for f in self.findings if f.check == "value" and not f.compared]
+        """Tensors of which nothing was compared: no row was live, no value finite, or too few for what is bounded."""
+        return [f"{f.place.key} {f.place.tensor}" for f in self.findings if f.hollow]
 
     @property
     def verdict(self) -> str:
@@ -67,7 +67,7 @@ class Result:
         if self.refused:
             return f"could not judge: {text}; " + "; ".join(sorted(set(self.refused.values())))
         if self.hollow:
-            return f"could not judge: {text}; of {len(self.hollow)} tensors nothing was compared: {self.hollow[0]}"
+            return f"could not judge: {text}; of {len(self.hollow)} tensors nothing or too little was compared: {self.hollow[0]}"
         return f"could not judge: {text}"
 
     @property

@@ -17,7 +17,7 @@ def test_twins(case, gpu, keep_report):
 
 
 def test_the_law_runs_as_itself(keep_report):
-    case = Case("free", 5, ("edge-empty", "edge-one-byte", "edge-two-bytes"), 6)
+    case = Case("free", 5, ("edge-empty", "edge-one-byte", "edge-two-bytes"), 22)
     keep_report(f"law-{case}", run(case, "tiny", **served_by(*every_stage())))
 
 

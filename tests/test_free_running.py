@@ -8,7 +8,7 @@ from equivalence.law_twin import LawTwin, every_stage, served_by
 from equivalence.report import describe
 from reference.numerics import exact, fused
 
-CASE = Case("free", 5, ("edge-empty", "edge-one-byte", "edge-length-15"), 8)
+CASE = Case("free", 5, ("edge-empty", "edge-one-byte", "edge-length-15"), 22)  # 2,112 logits of routers
 SPAN = ("kda.conv", "kda.recurrence", "kda.out_norm")
 
 
@@ -63,6 +63,19 @@ def test_wrong_tokens_are_illegal():
     result = free(LawTwin("sample.twin", ("sample",), fused, second))
     assert [f.place.tensor for f in result.findings if not f.ok] == ["tokens"]
     assert result.ledger["tokens outside"] == 3 * CASE.steps
+
+
+def test_too_few_tokens_are_no_equality():
+    """Of logits only the error of a run is bounded; from some hundred of them nothing follows."""
+
+    def louder(values, t):
+        (name,) = values
+        values[name] = values[name] * 1.5
+
+    twin = LawTwin("head.twin", ("head.logits",), fused, louder)
+    short, long = (free(twin, case=Case("free", 5, CASE.prompts, steps)) for steps in (2, 3))  # 1,632 and 2,448 of them
+    assert short.verdict == "could not judge" and "logits" in short.hollow[0]
+    assert long.verdict == "disagreement" and long.first.place.tensor == "logits"
 
 
 def test_nan_shows_at_once():
