@@ -67,7 +67,8 @@ class Result:
         if self.refused:
             return f"could not judge: {text}; " + "; ".join(sorted(set(self.refused.values())))
         if self.hollow:
-            return f"could not judge: {text}; of {len(self.hollow)} tensors nothing or too little was compared: {self.hollow[0]}"
+            many = f"{len(self.hollow)} tensors nothing or too little was compared"
+            return f"could not judge: {text}; of {many}: {self.hollow[0]}"
         return f"could not judge: {text}"
 
     @property
