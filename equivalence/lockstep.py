@@ -205,17 +205,19 @@ class Lockstep(Scattered):
         for ref in states:
             self._compare_state(unit, ref, specs.get(ref), space, olds[ref], ref_values, true_values, place)
         aligned = {r: (ref_values[r], true_values[r]) for r in written if r.space == "act"}
+        same, own = live, None  # rows whose outputs are comparable, and what is so in all rows
         if ROUTER in stages:
-            live = live & ~self._compare_routes(unit, aligned, space, ref_values, true_values, live, place)
+            own = next(s for s in unit.steps if s.stage.name == ROUTER).bind["weights"]
+            same = live & ~self._compare_routes(unit, aligned, space, ref_values, true_values, live, place)
         for ref, (ref_value, true_value) in aligned.items():
             spec, twin = specs[ref], mirror.resolve(ref)
             if spec.dtype.is_floating_point:
                 values = (_kept(t, space, mirror) for t in (twin, ref_value.to(spec.dtype), true_value))
-                self.judge.add(place(spec.name), *values, live)
+                self.judge.add(place(spec.name), *values, live if ref == own else same)
             elif not (ROUTER in stages and spec.name == "ids"):
                 differs = (twin != ref_value).flatten(1) if twin.ndim > 1 else (twin != ref_value)[:, None]
                 what = _told(f"{spec.name} element", "differs from the reference's")
-                self.judge.forbid(place(spec.name), (differs & live[:, None]).flatten(), what)
+                self.judge.forbid(place(spec.name), (differs & same[:, None]).flatten(), what)
         self._commit(unit.steps, ref_values, true_values, space)
         touched = tuple(map(_name, (r for r, s in specs.items() if r.space == "state")))
         return [Explained(unit.key, stages, unit.implementation.name, kernels, touched, "")]

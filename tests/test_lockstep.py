@@ -11,6 +11,7 @@ from equivalence.cases import Case, drive, load_model, make_state, open_requests
 from equivalence.law_twin import LawTwin, served_by
 from equivalence.lockstep import Lockstep, evaluate
 from equivalence.report import Result, describe
+from reference.decoder import Model
 from reference.kda import gates, unit_keys
 from reference.numerics import exact, fused
 from reference.plan import Workspace, plan
@@ -21,8 +22,9 @@ KEY, LAYER, ROWS, STEPS = "01.kda.twin", 1, 5, 3
 PROMPTS = ([256], [256, *b"hello"], [256, *b"a longer prompt than a page"])
 
 
-def lockstep(twins, *, follow="reference", steps=STEPS, layers=(LAYER, LAYER), rows=ROWS):
+def lockstep(twins, *, follow="reference", steps=STEPS, layers=(LAYER, LAYER), rows=ROWS, weights=None):
     model, _ = load_model("tiny")
+    model = Model(model.config, model.weights | (weights or {}))
     state = make_state(model.config, [len(p) for p in PROMPTS], steps, "cpu")
     decoder = Lockstep(model, state, follow=follow, capacity=steps, **served_by(*twins, layers=layers))
     requests, last = open_requests(decoder, PROMPTS)
@@ -152,6 +154,24 @@ def test_illegal_experts_are_named_and_ties_are_not():
 
     result, _ = lockstep([LawTwin("topk.twin", ("moe.topk",), fused, wrong)], layers=(2, 2))
     assert (result.first.place.key, result.first.place.tensor) == ("02.moe.topk", "ids")
+
+
+def test_the_weights_of_experts_chosen_by_a_tie_are_compared():
+    """All experts are alike: every set is legal, and so every row may differ; the weights must still be right."""
+    model, _ = load_model("tiny")
+    keys = ("moe.router.w", 2), ("moe.bias", 2)
+    alike = {key: model.weights[key][:1].expand_as(model.weights[key]).contiguous() for key in keys}
+
+    def others(factor):
+        def spoil(values, t):
+            values["ids"] = t["logits"].shape[-1] - 1 - values["ids"]
+            values["weights"] = values["weights"] * factor
+
+        return lockstep([LawTwin("topk.twin", ("moe.topk",), fused, spoil)], layers=(2, 2), weights=alike)[0]
+
+    good, bad = others(1.0), others(1.01)
+    assert good.verdict == "equal" and good.ledger["experts inside the error"] > 0
+    assert bad.verdict == "disagreement" and bad.first.place.tensor == "weights"
 
 
 @pytest.mark.parametrize("follow", ["reference", "twin"])
