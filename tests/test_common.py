@@ -32,7 +32,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_work(tmp_path):
     assert link.is_symlink() and not link.exists()
 
 
-@pytest.mark.parametrize("command", ["check", "bisect", "order", "generate", "bench", "doctor"])
+@pytest.mark.parametrize("command", ["check", "bisect", "order", "generate", "bench", "doctor", "traces", "adversary"])
 def test_every_command_refuses_it_at_once(command, tmp_path, monkeypatch):
     monkeypatch.setattr("tools.doctor.report", lambda: pytest.fail("the work had begun"))
     result = CliRunner().invoke(app, [command, "--json", str(tmp_path / "no" / "x.json")], prog_name="k3")

@@ -1,5 +1,6 @@
 """Golden traces: the law still makes them, another machine's noise passes, and moved roundings and formulas do not."""
 
+import json
 import os
 from dataclasses import replace
 
@@ -156,7 +157,8 @@ def test_the_tool_refuses_a_broken_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(traces, "FOLDER", tmp_path)
     monkeypatch.setattr(traces, "MODELS", {"small": small})
     assert main(False) == 2 and "small.npz: the file is missing" in capsys.readouterr().err
-    assert main(True) == 0 and main(False) == 0
+    assert main(True) == 0 and main(False, str(tmp_path / "out.json")) == 0
+    assert json.loads((tmp_path / "out.json").read_text()) == {"changes": [], "kept": False}
     assert capsys.readouterr().out.splitlines()[-1] == "0 traces changed"
     file = tmp_path / "small.npz"
     whole = file.read_bytes()

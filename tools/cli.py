@@ -198,12 +198,12 @@ def stand_in(
 
 
 @app.command()
-def traces(write: bool = typer.Option(False, help="Keep what the law makes now.")):
+def traces(write: bool = typer.Option(False, help="Keep what the law makes now."), json: str = JSON):
     """What the law makes of fixed prompts, against the recorded traces: 0 the same, 1 changed."""
-    with one_line():
+    with one_line(json):
         from .traces import main
 
-        code = main(write)
+        code = main(write, json)
     raise typer.Exit(code)
 
 

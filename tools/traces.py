@@ -11,7 +11,7 @@ routes and tokens. Elsewhere the limits allow another order of summation and ano
 import hashlib
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from reference.layout import CheckpointError, full_name, layer_table, top_table
 from reference.numerics import exact, fused, unfused
 from reference.state import DecodeState
 from reference.weights import all_weights
+
+from .common import out, write_json
 
 FOLDER = Path(golden.__file__).parent / "traces"
 MODELS = {c.name: c for c in (mini, deep)}
@@ -230,10 +232,10 @@ def _rounded(model, keys, mode, old, new, size) -> list[Change]:
     return out
 
 
-def main(write: bool) -> int:
+def main(write: bool, json: str | None = None) -> int:
     """Print what changed, and with write=True keep it. 0: nothing changed or it is kept; 1: something changed; 2: a
-    record cannot be used."""
-    count = 0
+    record cannot be used. json: where the changes go, as `write_json` takes it."""
+    found = []
     for name, config in MODELS.items():
         try:
             old = load(name)
@@ -244,14 +246,15 @@ def main(write: bool) -> int:
             old = None
         new = record(config)
         changes = compare(name, old, new) if old else []
-        count += len(changes)
+        found += changes
         for change in changes:
-            print(change)
+            out.print(change, markup=False)
         if write and (changes or not old):
             FOLDER.mkdir(exist_ok=True)
             np.savez_compressed(FOLDER / f"{name}.npz", **new)
-    print(f"{count} traces changed{'; the new ones are kept' if write and count else ''}")
-    return int(count > 0 and not write)
+    out.print(f"{len(found)} traces changed{'; the new ones are kept' if write and found else ''}")
+    write_json(dict(changes=[asdict(change) for change in found], kept=write), json)
+    return int(len(found) > 0 and not write)
 
 
 if __name__ == "__main__":
