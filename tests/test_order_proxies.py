@@ -8,7 +8,8 @@ import pytest
 from test_order_readers import from_ptx, from_sass
 
 import fast
-from equivalence.order import check_kernels, mutant
+from equivalence.order import check_kernels, mutant, proxies
+from equivalence.order.rules import View
 from fast import attn_res, linear_mma, linear_wgmma
 
 FENCE = '        cute.arch.fence_proxy("async.shared", space="cta")\n'
@@ -112,3 +113,13 @@ def test_mutants_of_fast_kernels(name):
 def test_both_readers_know_what_touches_shared_memory(ptx, sass, chip):
     for inst in (from_ptx(ptx + "; ret;").insts[2], from_sass(sass, "EXIT").insts[0]):
         assert (inst.chip, inst.doubt) == (chip, ""), inst.text
+
+
+@pytest.mark.parametrize("text, does", [
+    ("st.b32 [%rd3], %r1", "write"), ("atom.add.u32 %r2, [%rd3], 1", "write"), ("ld.b32 %r1, [%rd3]", "look"),
+    ("ld.b32 %r1, [%rd1]", ""), ("prefetch.global.L2 [%rd1]", ""),
+])  # fmt: skip
+def test_generic_addresses_of_shared_memory_count(text, does):
+    body = f".shared .align 16 .b8 buf[64]; mov.u64 %rd4, buf; cvta.shared.u64 %rd3, %rd4; {text}; ret;"
+    view = View(from_ptx(body))
+    assert proxies._does(view, 4) == does

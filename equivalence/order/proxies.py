@@ -73,10 +73,11 @@ def crossings(case: Case) -> Iterator[Finding]:
 
 
 def _does(view: View, i: int) -> str:
-    """Inst.chip, and a write for a store through a generic address of shared memory."""
+    """Inst.chip, and the same of loads and stores through a generic address of shared memory."""
     inst = view.program.insts[i]
-    stores = inst.access and inst.access.kind in ("store", "atomic")
-    return "write" if stores and not inst.chip and any(map(on_chip, view.values.get(i, ()))) else inst.chip
+    if inst.chip or not inst.access or not any(map(on_chip, view.values.get(i, ()))):
+        return inst.chip
+    return {"store": "write", "atomic": "write", "load": "look"}.get(inst.access.kind, "")
 
 
 def _unfenced(case: Case, view: View, done: dict[str, list[int]], crossing: Crossing) -> Iterator[Finding]:
