@@ -140,19 +140,17 @@ class FreeRunning(Scattered):
         return [(own.clone(), *logits)] if "logits" in shown else []
 
     def _judge_tokens(self, ordinal: int, space: Workspace, greedy: Tensor) -> None:
-        """Greedy tokens may differ where the reference's top two lie closer than the error allows."""
-        ref, true = (s.act["vocab_logits"].double() for s in (space.ref, space.true))
-        tokens, twin = space.ref.act["tokens"], space.act["tokens"]
-        exists = (twin >= 0) & (twin < ref.shape[-1])
-        theirs = ref.gather(-1, twin.clamp(0, ref.shape[-1] - 1)[:, None])[:, 0]
-        margin = ref.gather(-1, tokens[:, None])[:, 0] - theirs
-        off = (ref - true).abs().amax(-1)
-        differs = (twin != tokens) & greedy
-        illegal = differs & (~exists | (margin > 2 * FREE.pooled * off + FLOOR * ref.abs().amax(-1)))
-        self.flips[-1] += differs.sum()
+        """A greedy token has the greatest of the twin's own logits; where it is not the reference's, count it."""
+        own, tokens, twin = space.act["vocab_logits"].double(), space.ref.act["tokens"], space.act["tokens"]
+        exists = (twin >= 0) & (twin < own.shape[-1])
+        slack, allowed = FLOOR * own.abs().amax(-1), space.index.get("allowed")
+        own = own if allowed is None else own.masked_fill(~allowed, -torch.inf)
+        chosen = own.gather(-1, twin.clamp(0, own.shape[-1] - 1)[:, None])[:, 0]
+        illegal = greedy & (~exists | (own.amax(-1) - chosen > slack))
+        self.flips[-1] += ((twin != tokens) & greedy).sum()
         self.illegal[-1] += illegal.sum()
         self.judge.forbid(Place("sample", ordinal, None, ("sample",), "tokens"), illegal,
-                          lambda row: f"row {row} chose a token outside the error")  # fmt: skip
+                          lambda row: f"row {row} chose a token that its logits do not")  # fmt: skip
 
     def finish(self, requests: list[Request]) -> None:
         """Judge the final state: what the requests own by value, everything else by its bits. Call once."""
