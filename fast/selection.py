@@ -59,10 +59,14 @@ class Fast:
         if not low <= plan.tokens <= high:
             return f"batch {plan.tokens}: {self.name} serves {low}..{high}"
         try:
-            arch = device_arch(device)
+            arch = self.arch(device)
         except NotImplementedError as error:
             return str(error)
         return None if arch in self.twin.archs else f"{arch}: {self.name} serves {', '.join(self.twin.archs)}"
+
+    def arch(self, device: torch.device) -> str:
+        """The target that runs on a device. Raises NotImplementedError for a device that none does."""
+        return device_arch(device)
 
     def run(self, tensors: Mapping[str, Tensor], attrs: Mapping) -> tuple[str, ...]:
         return launch(self.twin, tensors, attrs)

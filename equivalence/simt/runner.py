@@ -1,6 +1,5 @@
 """Run kernels and twins on CPU tensors, in place."""
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from fast.kernel import Kernel, pick
 from fast.selection import Fast, twins
-from reference.plan import Plan
-from reference.stage import ContractError, Role, Twin
+from reference.stage import ContractError, Role
 
 from . import native
 from .arena import spans
@@ -82,33 +80,15 @@ def watch(
 
 
 @dataclass(frozen=True)
-class Interpreted:
+class Interpreted(Fast):
     """A twin served on the CPU by the interpreter: an Implementation for selections and the equivalence engine."""
 
-    twin: Twin
     target: str = TARGET
 
-    @property
-    def name(self) -> str:
-        return self.twin.name
-
-    @property
-    def spans(self) -> tuple[tuple[str, ...], ...]:
-        return self.twin.covers
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return tuple(inspect.signature(self.twin.pick).parameters)
-
-    def unfit(self, plan: Plan, device: torch.device) -> str | None:
-        low, high = self.twin.batch
-        if plan.prefill:
-            return "prefill is served by the reference"
-        if not low <= plan.tokens <= high:
-            return f"batch {plan.tokens}: {self.name} serves {low}..{high}"
+    def arch(self, device: torch.device) -> str:
         if device.type != "cpu":
-            return f"the interpreter runs on the CPU, not on {device}"
-        return None if self.target in self.twin.archs else f"{self.name} serves {', '.join(self.twin.archs)}"
+            raise NotImplementedError(f"the interpreter runs on the CPU, not on {device}")
+        return self.target
 
     def run(self, tensors: Mapping[str, Tensor], attrs: Mapping) -> tuple[str, ...]:
         kernels = pick(self.twin, tensors, attrs, self.target)
