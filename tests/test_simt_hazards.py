@@ -126,6 +126,10 @@ FAULTS = {
     "refill: no barrier after the reads": ("refill", "fence.proxy.async.shared::cta;\n  bar.sync 0;",
                                            "bar.sync 0;\n fence.proxy.async.shared::cta;\n ld.shared.b32 %r7, [%r5];",
                                            "read, then write"),
+    "refill: a load after the fence": (
+        "refill", "fence.proxy.async.shared::cta;", "fence.proxy.async.shared::cta;\n ld.shared.b32 %r7, [%r5];",
+        "generic read, then asynchronous write without fence.proxy.async",
+    ),
     "refill: no wait": ("refill", "@!%p3 bra $READ;", "", "asynchronous write that nobody waited for, then read"),
     "drain: no proxy fence": ("drain", "fence.proxy.async.shared::cta;", "",
                               "generic write, then asynchronous read without fence.proxy.async"),

@@ -8,9 +8,10 @@ A fence of every thread, then bar.sync, then one thread's signal counts as a rel
 Shuffles and votes order nothing.
 
 wgmma and bulk copies access memory through the asynchronous proxy. A generic write must be put before them by a
-fence.proxy.async, of the writer or of anyone who knows of the write; a generic read before a bulk write only by an
-ordinary edge. Until its wait, a copy's destination and what a wgmma or a bulk store reads are in use: touching them
-is a race. So is touching a wgmma's registers, and a wgmma on registers written since the last wgmma.fence.
+fence.proxy.async, of the writer or of anyone who knows of the write; so must a generic read of shared memory before a
+bulk write: on an H200 copies overtook loads that only an mbarrier ordered. Until its wait, a copy's destination and
+what a wgmma or a bulk store reads are in use: touching them is a race. So is touching a wgmma's registers, and a wgmma
+on registers written since the last wgmma.fence.
 
 The shadow holds, per 2 bytes, the last write and some reads: two in global memory, eight in shared memory (the first
 and the last lane of four warps). A non-coherent load that may be lifted is judged as if it ran at kernel entry.
@@ -242,6 +243,10 @@ class Races:
             at = cells + slot * s.cells
             late = self._unordered(g, I, s.reads.actor[at], s.reads.epoch[at]) & ~(strong & s.reads.strong[at])
             self._tell("read, then write", g, s, late, s.reads, at, line, I)
+            if row and s is g.shadow:
+                actor = np.where(late, 0, s.reads.actor[at])
+                unfenced = self._unordered(g, I, actor, s.reads.epoch[at], row)
+                self._tell(f"generic read, then asynchronous write {UNFENCED}", g, s, unfenced, s.reads, at, line, I)
         self._tell(f"{IN_FLIGHT}, then write", g, s, s.pending[cells], w, cells, line, I)
         self._tell("operand that nobody waited for, then write", g, s, s.using[cells] > 0, s.user, cells, line, I)
         me = np.broadcast_to(g.base + I[:, None], cells.shape)
