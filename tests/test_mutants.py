@@ -108,6 +108,8 @@ def test_demands_are_judged_from_the_counts():
     assert (told["mutants"], told["caught"], told["caught_static"], told["false_alarms"]) == (8, 6, 2, 1)
     assert told["survivors"] == ["x: y", "x: y"]
     assert not any(met for _, met in Score([], [], 0, 0, 0.0).demands()), "nothing judged is nothing met"
+    assert [met for _, met in Score(good + weak, [], 3, 9, 0.0, part=True).demands()] == [True] * 2
+    assert not any(met for _, met in Score([], [], 0, 0, 0.0, part=True).demands())
 
 
 def test_json_is_one_object_on_standard_output(monkeypatch, capsys):

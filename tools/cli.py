@@ -102,7 +102,9 @@ def order(
     kernel: str = typer.Option("", help="Only kernels whose name contains this."),
     target: list[str] = typer.Option([], help="sm_90a, sm_100a, sm_103a (default: all three)."),
     scope: str = typer.Option("batch1", help="forms: one kernel of each; batch1: also all of one request; all."),
-    score: bool = typer.Option(False, "--score", help="Judge known mutants instead: what do the checkers catch?"),
+    score: bool = typer.Option(
+        False, "--score", help="Judge known mutants (--kernel: part of their names) instead; what is caught?"
+    ),
     schedules: int = typer.Option(240, min=1, help="With --score: runs of the clean kernels."),
     toolchain: list[str] = typer.Option([], help="Prove with the CuTe DSL in this folder, too; repeatable."),
     json: str = JSON,
