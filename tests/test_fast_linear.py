@@ -7,6 +7,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from equivalence import simt
 from equivalence.order.check import check
 from fast import linear
 from fast.kernel import ARCHS, CAPABILITIES, launch, pick
@@ -306,3 +307,19 @@ def test_a_tile_of_more_rows_than_weights_is_refused():
         linear.linear_kernel(linear.MmaConfig(48, 1, 1, 8, 256, 4, 1, True), 1, 24, 7168, 7168, 24)
     with pytest.raises(ValueError, match="N = 8; allowed for DirectConfig"):
         linear.linear_kernel(linear.DirectConfig(8, 1), 1, 8, 128, 128, 8)
+
+
+@pytest.mark.parametrize("M", [3, 16])
+def test_an_awkward_size_is_right(M):
+    """In the interpreter, within one bf16 rounding of the sum and fp32 rounding of K terms in any order."""
+    N, K = 24, 6288
+    generator = torch.Generator().manual_seed(M)
+    x, w = (torch.randn(n, K, generator=generator).to(torch.bfloat16) for n in (M, N))
+    out = torch.full((M, N), torch.nan, dtype=torch.bfloat16)
+    for kernel in linear.linear.pick(x, w, out):
+        simt.launch(kernel, [x, w, out.fill_(torch.nan)], target=kernel.archs[0])
+        true, mass = x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
+        bound = 2.0**-8 * true.abs() + (1 + 2.0**-8) * K * 2.0**-24 * mass
+        assert ((out.double() - true).abs() <= bound).all()
+        short = x[:, :-16].double() @ w[:, :-16].double().T
+        assert not ((short - true).abs() <= bound).all(), "a step that is left out is seen"

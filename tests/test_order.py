@@ -7,6 +7,7 @@ import pytest
 
 import fast
 from equivalence.mutants import of_patterns, patterns
+from equivalence.mutants.catalog import CATALOG
 from equivalence.order import TARGETS, EditError, ToolMissing, check, check_builds, check_kernels, cubin, mutant
 from fast import attn_res, kda
 
@@ -94,42 +95,26 @@ def test_fast_kernels_are_proved(name):
         assert (report.verdict, report.findings) == ("proved", ()), report.lines()
 
 
-CONSTANT = """def constant(src):
-    bits = src.element_type.width * cute.size(src)
-    atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), src.element_type, num_bits_per_copy=bits, invariant=True)
-    made = cute.make_rmem_tensor(src.layout, src.element_type)
-    cute.copy(atom, src, made)
-    return made
-
-
-@cute.kernel
-def kda_kernel("""
+# Of the catalogue, on its smallest production shape: rule and tensor of a finding.
 KDA_MUTANTS = {
-    "gate loaded invariant": (
-        [("gate = load(span(mGate", "gate = constant(span(mGate"), ("@cute.kernel\ndef kda_kernel(", CONSTANT)],
-        "R1", "gate",
-    ),
-    "slots loaded above the wait": (
-        [(WAIT + "    slot = mSlots[token]\n", "    slot = mSlots[token]\n" + WAIT)], "R3", "slots",
-    ),
-    "wait left out of the decay warp": (
-        [(WAIT + "    slot =", "    if warp != DECAY:\n    " + WAIT + "    slot =")], "R3", "raw_g",
-    ),
-}  # fmt: skip
+    "kda: gate loaded invariant": ("R1", "gate"),
+    "kda: slots loaded above the wait": ("R3", "slots"),
+    "kda: wait left out of the decay warp": ("R3", "raw_g"),
+}
 
 
 @cache
 def fast_mutant_reports() -> dict[str, object]:
     """On the target where ptxas moves the most."""
     tensors = kda.kda_cases((1,))["t1-h12"]
-    kernels = {n: mutant(kda, edits).kda_decode.pick(**tensors)[0] for n, (edits, *_) in KDA_MUTANTS.items()}
+    kernels = {name: mutant(kda, CATALOG[name].edits).kda_decode.pick(**tensors)[0] for name in KDA_MUTANTS}
     tensors, attrs = attn_res.attn_res_cases()[-1]
     broken = mutant(attn_res, [(WAIT, "    if token > 0:\n    " + WAIT)])
     kernels["attn_res"] = broken.attn_res.pick(**tensors, **attrs)[0]
     return dict(zip(kernels, check_kernels(kernels.values(), ("sm_103a",)), strict=True))
 
 
-@pytest.mark.parametrize(("name", "rule", "tensor"), [(n, *wanted) for n, (_, *wanted) in KDA_MUTANTS.items()])
+@pytest.mark.parametrize(("name", "rule", "tensor"), [(name, *wanted) for name, wanted in KDA_MUTANTS.items()])
 def test_mutants_of_the_kda_kernel_are_reported(name, rule, tensor):
     report = fast_mutant_reports()[name]
     assert (rule, tensor) in found(report), report.lines()
@@ -141,7 +126,7 @@ def test_a_mutant_of_the_attn_res_kernel_is_reported():
 
 
 def test_mutants_leave_the_original_alone():
-    assert mutant(kda, KDA_MUTANTS["slots loaded above the wait"][0]).__name__ != kda.__name__
+    assert mutant(kda, CATALOG["kda: slots loaded above the wait"].edits).__name__ != kda.__name__
     assert fast.production_kernels((1,))[0].entry is kda.kda_entry
     with pytest.raises(EditError, match=r"patterns.py: 'no such text' occurs 0 times"):
         mutant(patterns, [("no such text", "")])
