@@ -4,8 +4,8 @@ For every tensor, in this order: (a) non-finite values stand at the same places 
 square (RMS) error of each row is at most `rms` times the reference's on that row; (c) each element is within half a
 unit in the last place (ULP) of the storage dtype, plus `element` times the reference's error, which is the RMS error of
 its row or, on a row where the reference errs at all, of one rounding of this element if that is larger; for fp32 it is
-the greatest error of the row; (d) over a run the
-RMS error is at most `pooled` times the reference's. (b), (c) and (d) add a floor. Nothing here waits for the device.
+the greatest error of the row; (d) over a run the RMS error is at most `pooled` times the reference's. (b), (c) and (d)
+add a floor. Nothing here waits for the device.
 
 Where the numbers come from.
 Floor, 16 x 2^-24 of the row's RMS: what approximate fp32 instructions may add to a whole row at once, where the
@@ -22,7 +22,7 @@ errors of the same law.
 Rows. A row has to be a sample. In a state row of KDA most of the error is one number, the error of u, times the key,
 and a channel has the error of its decay in common; the reference's error of one state row is near zero by luck now and
 then, and no multiple of it bounds a twin. So the contract says how many trailing axes are one row (`Tensor_.sample`):
-for that state the head's 128 x 128.
+for that state the head's 128 x 128. On an H200 mini shows 1.0 there in lockstep, and 2.0 where states drift apart.
 """
 
 from dataclasses import dataclass
@@ -71,9 +71,8 @@ def ulps(a: float, b: float, dtype: torch.dtype) -> float:
 class Measured:
     """E tensors of N rows. row: RMS error in units of its bound (b), [E, N], or [E, 1] for narrow rows. element: error
     in units of its bound (c), [E, N * W], inf where (a) is broken. sums [E, 3]: squared relative errors of the twin
-    and the reference, summed over live rows, and the number of elements judged:
-    live, and finite in all three. norms [E, 3]: sums of squares of twin's
-    error, reference's error, exact value."""
+    and the reference, summed over live rows, and the number of elements judged: live, and finite in all three.
+    norms [E, 3]: sums of squares of twin's error, reference's error, exact value."""
 
     row: Tensor
     element: Tensor
