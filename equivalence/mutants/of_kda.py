@@ -97,10 +97,10 @@ MUTANTS = (
     made(ORDERING, OWN, "kda: first barrier dropped", [(SYNC + DELTA, DELTA)],
          "races", "q, k, v and decay are read before the other warps have written them"),
     made(ORDERING, OWN, "kda: second barrier dropped", [(STORE_STATE + SYNC, STORE_STATE)],
-         "races values", "warp 0 normalises an output that is not complete"),
+         "races", "warp 0 normalises an output that is not complete"),
     made(ORDERING, OWN, "kda: first barrier of a warp only",
          [(SYNC + DELTA, "        cute.arch.sync_warp()\n" + DELTA)],
-         "races values", "the four makers of q, k, v and decay are different warps"),
+         "races", "the four makers of q, k, v and decay are different warps"),
     made(ORDERING, OWN, "kda: first barrier before the decay is written",
          [(SYNC + DELTA, DELTA),
           ("        elif warp == DECAY:\n            store(span(shared[DECAY", "        cute.arch.sync_threads()\n"
