@@ -287,12 +287,13 @@ def test_launches_eagerly_and_in_a_graph(stage):
 
 @needs_gpu
 def test_launch_follows_the_current_stream(stage):
-    launch(scale_twin(), tensors(2, 0, "cuda"), {})  # compiled before the sleep, which does not last that long
-    torch.cuda.synchronize()
     args = tensors(2, 0, "cuda")
+    launch(scale_twin(), tensors(2, 0, "cuda"), {})  # compiled before the sleep, which does not last that long
+    assert args["y"].isnan().all()  # its kernels loaded, too
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(1_000_000_000)  # half a second: other processes may hold the GPU meanwhile
         launch(scale_twin(), args, {})
     assert args["y"].isnan().all()  # the default stream sees nothing yet: the launch waits behind the sleep
     stream.synchronize()
