@@ -85,7 +85,7 @@ def test_the_fence_stands_between_reads_and_arrival():
     """In SASS for sm_90a: FENCE.VIEW.ASYNC after the last LDSM and before the arrival; the mutant has none there."""
 
     def between(entry) -> str:
-        from equivalence.order import cubin
+        from equivalence.isa import cubin
 
         kernel = replace(linear.linear_kernel(WORST, 1, 2112, 7168, 7168, 2112), entry=entry)
         build = kernel.compile("sm_90a")

@@ -6,9 +6,10 @@ from functools import cache
 import pytest
 
 import fast
+from equivalence.isa import cubin
 from equivalence.mutants import of_patterns, patterns
 from equivalence.mutants.catalog import CATALOG
-from equivalence.order import TARGETS, EditError, ToolMissing, check, check_builds, check_kernels, cubin, mutant
+from equivalence.order import TARGETS, EditError, ToolMissing, check, check_builds, check_kernels, mutant
 from fast import attn_res, kda
 
 WAIT = "    cute.arch.griddepcontrol_wait()\n"

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from equivalence.isa import Unreadable, cubin, ptx, sass
+from equivalence.isa.program import Program
+from equivalence.isa.values import parameters, untraced
 from equivalence.mutants import patterns
-from equivalence.order import Unreadable, cubin, ptx, sass
 from equivalence.order import check as order_check
 from equivalence.order.paths import before_wait, route, syncs_before
-from equivalence.order.program import Program
 from equivalence.order.rules import Case, View, followed, prefetched
 from equivalence.order.trace import addresses
-from equivalence.order.values import parameters, untraced
 from fast import linear
 from fast.kernel import pick
 

@@ -10,7 +10,8 @@ import async_kernels
 import pytest
 
 import fast.lower as lowering
-from equivalence.order import check_kernels, cubin, mutant, ptx
+from equivalence.isa import cubin, ptx
+from equivalence.order import check_kernels, mutant
 from fast.kernel import ARCHS
 from fast.lower import lower
 

@@ -132,7 +132,7 @@ def cuda_build() -> str | None:
 
 def disassembler() -> dict:
     try:
-        from equivalence.order.cubin import nvdisasm
+        from equivalence.isa.cubin import nvdisasm
 
         path = nvdisasm()
         return {"path": path, "wrong": None if first_line([path, "--version"]) else "does not run"}

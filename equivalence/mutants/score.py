@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from multiprocessing import get_context
 
-from equivalence.order import TARGETS, check_builds, cubin
+from equivalence.isa import cubin
+from equivalence.order import TARGETS, check_builds
 
 from . import checkers
 from .catalog import CATALOG

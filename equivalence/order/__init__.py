@@ -31,7 +31,7 @@ Findings of severity "quality" cost time only.
 Scratch counts as produced: the previous launch of the same kernel wrote it. Prefetches into L2 are free for any tensor.
 
 How it sees. Both texts become one `Program`: instructions, the paths between them, and per instruction what it moves,
-accesses and orders (`ptx`, `sass`). `values` and `trace` follow addresses to a fixed point; `paths` answers questions
+accesses and orders (`equivalence.isa`). `trace` follows addresses to a fixed point; `paths` answers questions
 about paths: "reached before the wait" means that some path from the entry arrives without having passed a wait, under
 guards and branches, whatever the order of lines. A barrier after a wait in another warp does not count: each thread
 waits itself. `rules`, `proxies` and `chain` ask; `check` reports; `mutate` breaks kernels on purpose, to show that each
@@ -60,10 +60,10 @@ What it cannot see.
 - A relaxed counter used as a work queue, without data behind it, is a false alarm of R9.
 """
 
+from ..isa.cubin import ToolMissing
+from ..isa.program import Unreadable
 from .check import TARGETS, Report, check_builds, check_kernels
-from .cubin import ToolMissing
 from .mutate import EditError, mutant
-from .program import Unreadable
 from .rules import ERROR, QUALITY, UNPROVEN, Finding
 
 __all__ = [

@@ -9,10 +9,10 @@ from multiprocessing import get_context
 
 from fast.lower import lower
 
-from . import cubin, ptx, sass
+from ..isa import cubin, ptx, sass
+from ..isa.values import parameters
 from .proxies import crossings
 from .rules import ERROR, QUALITY, RULES, UNPROVEN, Case, Finding, View
-from .values import parameters
 
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
 VIEWS_KEPT = 8  # readings of code in memory: those of one kernel, and some more

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 
-from .program import Edge, Inst, Literal, Program, solve
+from ..isa.program import Edge, Inst, Literal, Program, solve
 
 Facts = frozenset[Literal]
 WAITED: Facts = frozenset({("", False)})  # no path arrives without having waited

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from ..isa.program import Inst
+from ..isa.values import on_chip, parameters
 from .paths import ahead
-from .program import Inst
 from .rules import ERROR, Case, Finding, View
-from .values import on_chip, parameters
 
 BARRIERS = {"barrier": "barrier", "cluster arrive": "cluster wait"}  # what publishes: what acquires
 ARRIVALS = BARRIERS | {"arrive": "wait"}

@@ -7,10 +7,10 @@ from functools import cached_property
 
 from reference.stage import Role
 
+from ..isa.program import Inst, Program
+from ..isa.values import Value, parameters, untraced
 from .paths import ahead, before_wait, decides, loops, reached, route, syncs_before
-from .program import Inst, Program
 from .trace import addresses
-from .values import Value, parameters, untraced
 
 ERROR, UNPROVEN, QUALITY = "error", "unproven", "quality"
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from .program import LOAD, LOCAL_MEMORY, Edge, Inst, Literal, Move, Operand, Program, solve
-from .values import UNKNOWN, UNSET, Value, join, loaded, merge, origin
+from ..isa.program import LOAD, LOCAL_MEMORY, Edge, Inst, Literal, Move, Operand, Program, solve
+from ..isa.values import UNKNOWN, UNSET, Value, join, loaded, merge, origin
 
 NOTHING = origin(UNKNOWN)  # what a register holds that no instruction on the way has set
 

@@ -7,8 +7,8 @@ and shared variables.
 import re
 from dataclasses import dataclass, field
 
-from equivalence.order import ptx
-from equivalence.order.program import Inst, Unreadable
+from equivalence.isa import ptx
+from equivalence.isa.program import Inst, Unreadable
 
 _NAME = re.compile(r"(?<![\w$.%])[%$A-Za-z_][\w$]*")
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bsuf])(\d+)\s+([\w$]+)\s*(?:\[(\d+)\])?")
