@@ -103,6 +103,9 @@ def read(file: str | Path, checkpoint: Checkpoint) -> Hidden:
     """A recording of this checkpoint. Raises ContractError, one line, for a file that is none, is cut short, or belongs
     to other weights."""
     config = checkpoint.config
+    if Path(file).exists() and not Path(file).is_file():
+        kind = "a folder" if Path(file).is_dir() else "a pipe or device"
+        raise ContractError(f"{file}: is {kind}; allowed is a file")
     try:
         with safe_open(str(file), "pt") as opened:
             meta, held = opened.metadata() or {}, {name: opened.get_tensor(name) for name in opened.keys()}

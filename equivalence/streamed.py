@@ -10,6 +10,7 @@ that rank's plan waits for other ranks, it receives the whole layer's value, as 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 from types import SimpleNamespace
 
 import torch
@@ -21,7 +22,7 @@ from reference.checkpoint import Checkpoint
 from reference.config import Config
 from reference.decoder import GREEDY, PREFILL_CHUNK, Decoder, Model, sampling_index
 from reference.layout import full_name, top_table
-from reference.numerics import fused
+from reference.numerics import exact, fused
 from reference.plan import Plan, Step, Workspace, plan
 from reference.shard import Mesh, Seat, rank_config, shard_layer
 from reference.stage import ContractError
@@ -39,6 +40,8 @@ from .report import Result
 EMBED, HEAD = "embed", "head"
 Piece = int | str  # a layer, or what stands before and after the layers
 CARRIED = ("prefix", "delta", "blocks")
+AGREEING = 18  # tokens that are prefilled and decoded: a chunk of KDA's and two more
+OUT = ("kda.o_proj", "mla.o_proj")  # where the attention of a layer ends
 WHOLE = {"embed.shard": "embed", "moe.finalize_chain": "moe.finalize"}  # a rank's stage -> whose value it is a part of
 
 
@@ -136,12 +139,12 @@ class FedArena(_Fed, ArenaSpace):
 
 
 class Law(Decoder):
-    """The fused law over one piece. keep: stages whose outputs a walk returns, by name."""
+    """The law over one piece, in the mode of its state. keep: stages whose outputs a walk returns, by name."""
 
     keep: frozenset[str] = frozenset()
 
     def walk(self, made: Plan, index: dict, entering: Mapping, whole: Mapping = {}) -> tuple[Workspace, dict]:
-        space = FedSpace(made, self.model.weights, self.state.tensors, fused, self.state.device)
+        space = FedSpace(made, self.model.weights, self.state.tensors, self.num, self.state.device)
         space.index = index
         space.enter(entering, whole)
         kept = {}
@@ -191,9 +194,11 @@ class Stream:
         self.seat, self.follow = mesh and mesh.at(rank), follow
         self.local = rank_config(self.config, mesh) if mesh else self.config
         self.walked = 0
+        self.gaps: dict[int, float] = {}
 
     def through(self, piece: Piece, servings: Sequence[Serving] = ()) -> None:
-        """The law through one piece; the servings are judged on the decoded tokens. Advances `hidden` past a layer."""
+        """The law through one piece; the servings are judged on the decoded tokens, and prefill against decode, whose
+        distance goes to `gaps`. Advances `hidden` past a layer."""
         if isinstance(piece, int) and piece != self.hidden.layer:
             raise ContractError(f"layer {piece} after hidden states entering layer {self.hidden.layer}")
         run = _Run(self, piece)
@@ -201,6 +206,8 @@ class Stream:
         if self.seat and servings:
             law.keep = run.kept_stages()
         steps = list(run.law(law))
+        if servings and isinstance(piece, int):
+            self.gaps[piece] = run.gap(law.model)
         if servings:
             run.judge(law if not self.seat else None, steps, servings)
             self.walked += len(run.plan(1).steps) + 1
@@ -277,6 +284,28 @@ class _Run:
     def _greedy(self, index: dict, count: int) -> dict[str, Tensor]:
         return index | sampling_index([GREEDY] * count, count, None, self.device)
 
+    def gap(self, model: Model) -> float:
+        """The attention of this layer over the first tokens of the longest request, prefilled in one go and decoded one
+        by one, in float64: the largest relative distance of output and state, infinite where one is not finite."""
+        longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
+        n, start = min(self.lengths[longest], AGREEING), self.before.starts[longest]
+        seen = []
+        for parts in ([n], [1] * n):
+            state, (request,) = piece_state(model.config, self.piece, [n], self.device)
+            law, outs, at = Law(model, state.to(exact)), [], 0
+            law.keep = frozenset(OUT)
+            for count in parts:
+                made, ids = _until_out(self.plan(count, count > 1)), self.before.tokens[longest][at : at + count]
+                index = step_index(law.state, [request], ids, prefill=count > 1)
+                rows = slice(start + at, start + at + count)
+                entering = {name: getattr(self.before, name)[rows].to(self.device) for name in CARRIED}
+                outs += law.walk(made, self._greedy(index, 1), entering)[1].values()
+                request.length, at = request.length + count, at + count
+            left = [t[request.pages if key[0] == "cache" else request.slot] for key, t in law.state.tensors.items()]
+            seen.append([torch.cat(outs), *left])
+        far = [float((a - b).norm() / b.norm().clamp_min(1e-300)) for a, b in zip(*seen, strict=True)]
+        return max(far) if all(map(isfinite, far)) else inf
+
     def judge(self, law: Law | None, steps: Sequence[Fed], servings: Sequence[Serving]) -> None:
         """Lockstep of each serving over the decoded tokens. law: the whole layer's, None where a rank is judged."""
         stream, seat, state = self.stream, self.stream.seat, self.prefilled
@@ -315,6 +344,12 @@ class _Run:
             serving.ledger[name] = serving.ledger.get(name, 0) + count
 
 
+def _until_out(made: Plan) -> Plan:
+    """The steps of a layer up to the end of its attention: behind it a route may flip where two experts tie."""
+    end = next(i for i, s in enumerate(made.steps) if s.stage.name in OUT)
+    return replace(made, steps=made.steps[: end + 1])
+
+
 def _null_row(t: Tensor) -> Tensor:
     """One more row: NaN, or 0 for the indices that lead to null slots and pages."""
     return torch.cat([t, torch.full_like(t[:1], torch.nan if t.is_floating_point() else 0)])
@@ -328,11 +363,12 @@ def _sum(t: Tensor) -> int:
 def stream(
     checkpoint: Checkpoint, hidden: Hidden, first: int, last: int, servings: Sequence[Serving], device="cpu", *,
     mesh: Mesh | None = None, rank: int = 0, follow: str = "reference",
-    progress: Callable[[int, int, str], None] | None = None,
+    gaps: dict[int, float] | None = None, progress: Callable[[int, int, str], None] | None = None,
 ) -> Hidden:  # fmt: skip
     """Through the layers up to `last`; the servings are judged from layer `first` on. Returns what leaves.
 
-    Layers between `hidden` and `first` are the law's alone. Raises ContractError for layers that do not exist or that
+    Layers between `hidden` and `first` are the law's alone. gaps: takes the distance between prefill and decode of each
+    layer that is judged. Raises ContractError for layers that do not exist or that
     were passed already, and CheckpointError for weights that are missing.
     """
     if hidden.layer > first:
@@ -345,4 +381,6 @@ def stream(
         made.through(piece, servings if piece in judged else ())
         if progress:
             progress(i + 1, len(todo), str(piece))
+    if gaps is not None:
+        gaps |= made.gaps
     return made.hidden

@@ -89,6 +89,7 @@ class Shards:
         if shard in self._open:
             return self._open[shard]
         path = self.folder / shard
+        refuse_no_file(path)
         try:
             file = safe_open(str(path), "pt")
         except FileNotFoundError:
@@ -139,6 +140,13 @@ class Checkpoint(Shards):
         _check_values(where, name, tensor, self.config)
 
 
+def refuse_no_file(path: Path) -> None:
+    """Raise CheckpointError for a folder, pipe or device, which would end in a riddle or in waiting for ever."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe or device"
+        raise CheckpointError(f"{path}: is {kind}; allowed is a file")
+
+
 def read_json(path: Path) -> object:
     def unique(pairs: list) -> dict:
         made = dict(pairs)
@@ -148,6 +156,7 @@ def read_json(path: Path) -> object:
             raise CheckpointError(f"{path}: {short(twice)} occurs twice")
         return made
 
+    refuse_no_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except CheckpointError:

@@ -1,6 +1,7 @@
 """`k3 check --checkpoint` without a GPU: verdicts, pieces over recordings, rank shapes, and refusals of one line."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -48,11 +49,11 @@ def test_the_shipped_checkpoint(law_only, tmp_path):
     file = tmp_path / "out.json"
     code, text, _ = k3("check", "--checkpoint", GOLDEN / "mini", "--layers", "0-1", *QUICK, "--json", file)
     parts = {p["name"]: p for p in json.loads(file.read_text())["parts"]}
-    assert code == 0 and [p["verdict"] for n, p in parts.items() if n.startswith("reference")] == ["equal", "equal"]
+    assert code == 0 and [p["verdict"] for n, p in parts.items() if n.startswith("reference")] == ["equal"] * 3
     assert parts["interpreted twins"]["verdict"] == parts["twins"]["verdict"] == "could not judge"
-    assert (
-        "tokens from bytes" in text and parts["reference, fused against exact"]["details"]["about"]["layers"] == "0-1"
-    )
+    about = parts["reference, fused against exact"]["details"]["about"]
+    assert about["layers"] == "0-1" and about["law_alone"] is None and "by the law alone" not in text
+    assert "2 prompts, 1 decoded tokens of each, tokens from bytes" in text
 
 
 @pytest.mark.skipif(not compiler(), reason="needs a C compiler: cc, gcc or clang on PATH, or $CC")
@@ -175,6 +176,40 @@ def test_a_recording_of_other_weights(tmp_path):
         k3("check", "--checkpoint", other.folder, "--layers", "0", "--record", file, *QUICK)
     code, _, errors = k3("check", "--checkpoint", stand_in().folder, "--layers", 1, "--recorded", file)
     assert code == 2 and "recorded with other weights of layer 0" in errors
+
+
+def test_layers_that_the_law_walks_alone_are_named(record, law_only, tmp_path):
+    """A recording that enters layer 2, and layer 4 judged: 2 and 3 are gone through, and the report says so."""
+    file = tmp_path / "out.json"
+    which = "--checkpoint", stand_in().folder, "--layers", 4, "--recorded", record, "--no-order", "--json", file
+    code, text, _ = k3("check", *which)
+    fused, unfused, *_ = json.loads(file.read_text())["parts"]
+    assert code == 0 and text.count("entering layer 2; layers 2-3 by the law alone, not judged") == 2
+    for part in (fused, unfused):
+        assert part["details"]["about"]["law_alone"] == "2-3"
+        assert {key.split(".")[0] for key in part["details"]["units"][0]["key"].split()} == {"04"}
+        assert {u["key"][:2] for u in part["details"]["units"]} == {"04"}
+    code, text, _ = k3("check", "--checkpoint", stand_in().folder, "--layers", 1, *QUICK)
+    assert code == 0 and "tokens from bytes; layers 0-0 by the law alone, not judged" in text
+
+
+def test_a_chunk_form_that_errs_is_a_disagreement(record, law_only, monkeypatch):
+    """Neither mode of the law nor a twin would show it: all of them start from the state that prefill left."""
+    solve = torch.linalg.solve_triangular
+    monkeypatch.setattr(torch.linalg, "solve_triangular", lambda *a, **kw: solve(*a, **kw) * (1 + 1e-8))
+    which = "--checkpoint", stand_in().folder, "--layers", "2-3", "--recorded", record, "--no-order"
+    code, text, _ = k3("check", *which)
+    (line,) = [line for line in text.splitlines() if "prefill against decode" in line]
+    assert code == 1 and line.startswith("disagreement") and "in layer 2, in float64 (allowed 1e-10)" in line
+    assert text.count("disagreement") == 1
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name, kind in (("pipe", "a pipe or device"), (".", "a folder")):
+        which = "--checkpoint", stand_in().folder, "--layers", 2, "--recorded", tmp_path / name
+        code, _, errors = k3("check", *which)
+        assert code == 2 and errors.count("\n") == 1 and f"is {kind}; allowed is a file" in errors
 
 
 def test_layers_that_cannot_fit_are_refused(record, law_only, monkeypatch):

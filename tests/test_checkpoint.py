@@ -1,11 +1,13 @@
 """Checkpoints: the published inventory, round trips, streaming, and what is refused with which words."""
 
 import json
+import os
 import resource
 import shutil
 import struct
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,6 +287,11 @@ def bytes_of(index: int, made):
     return spoil
 
 
+def instead(name: str, make):
+    """Something else under a file's name; a pipe that nobody writes into is waited for without end."""
+    return lambda folder: ((folder / name).unlink(), make(folder / name))
+
+
 def pickled(folder):
     torch.save({"a": torch.ones(2)}, folder / SHARD.format(2))
 
@@ -324,7 +331,11 @@ BAD_FILES = {
     "place-number": (place(NORM, 3), "{d}/" + INDEX + f": tensor '{NORM}' is placed in 3; {BESIDE}"),
     "place-list": (place(NORM, []), "{d}/" + INDEX + f": tensor '{NORM}' is placed in []; {BESIDE}"),
     "missing-shard": (lambda d: (d / S[2]).unlink(), f"{{d}}/{S[2]}: the shard is missing"),
-    "shard-is-folder": (lambda d: ((d / S[2]).unlink(), (d / S[2]).mkdir()), f"{{d}}/{S[2]}: {BROKEN}"),
+    "shard-is-folder": (instead(S[2], Path.mkdir), f"{{d}}/{S[2]}: is a folder; allowed is a file"),
+    "shard-is-pipe": (instead(S[2], os.mkfifo), f"{{d}}/{S[2]}: is a pipe or device; allowed is a file"),
+    "index-is-pipe": (instead(INDEX, os.mkfifo), "{d}/" + INDEX + ": is a pipe or device; allowed is a file"),
+    "config-is-pipe": (instead("config.json", os.mkfifo),
+                       "{d}/config.json: is a pipe or device; allowed is a file"),
     "pickle": (pickled, f"{{d}}/{S[2]}: {BROKEN}"),
     "empty": (bytes_of(2, lambda b: b""), f"{{d}}/{S[2]}: {BROKEN}"),
     "truncated-header": (bytes_of(2, lambda b: b[:100]), f"{{d}}/{S[2]}: {BROKEN}"),

@@ -1,7 +1,8 @@
 """`k3 check --checkpoint`: a checkpoint of any size, layer by layer, law against twins on one device.
 
 On a GPU the twins are judged. Without one, each stage of the law in its two rounding modes is held against float64, and
-the twins' PTX is interpreted; the report says what did not run. `--record` leaves the hidden states behind the last
+the twins' PTX is interpreted; the report says what did not run. Everywhere the law's prefill is held against its decode
+steps: the state that decoding starts from comes from it. `--record` leaves the hidden states behind the last
 layer in a file, from which `--recorded` goes on, so that a checkpoint can be gone through in pieces.
 """
 
@@ -18,7 +19,7 @@ from equivalence.recording import Hidden
 from equivalence.report import Result, progress_bar
 from equivalence.rounding import budget_excess
 from equivalence.simt import TARGET, compiler, interpreted
-from equivalence.streamed import Serving, piece_plan, pieces, stream
+from equivalence.streamed import AGREEING, Serving, piece_plan, pieces, stream
 from reference.checkpoint import Checkpoint
 from reference.config import Config
 from reference.layout import layer_table
@@ -60,22 +61,27 @@ def run(
     chosen = serving(swap, faults, rank_config(config, mesh) if mesh else config, steps)
     if record:
         _check_record(record, last, config)
-    hidden, told = _begin(checkpoint, recorded, prompts, tokens, first, where.type)
+    hidden, told = _begin(checkpoint, recorded, prompts, tokens, where.type)
+    alone = f"{hidden.layer}-{first - 1}" if hidden.layer < first else None
+    if alone:
+        told += f"; layers {alone} by the law alone, not judged"
     servings, extra_parts = _servings(where, faults, *chosen)
     check_memory(config, rank_config(config, mesh) if mesh else config, (hidden.layer, last), len(hidden.tokens) + 1,
                  free_bytes(where), str(where))  # fmt: skip
+    gaps: dict[int, float] = {}
     with progress_bar(console) as progress:
-        left = stream(checkpoint, hidden, first, last, servings, where, mesh=mesh, rank=rank, follow=follow,
+        left = stream(checkpoint, hidden, first, last, servings, where, mesh=mesh, rank=rank, follow=follow, gaps=gaps,
                       progress=progress)  # fmt: skip
     if record:
         recording.write(record, left, checkpoint)
-        told += f"; {record} holds what enters layer {left.layer}"
     named = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
     about = dict(mode=f"layer by layer, {follow} leads", model=config.name, weights=f"checkpoint {Path(folder).name}",
-                 layers=f"{first}-{last}", shapes=f"rank {rank} of {mesh.tp}" if mesh else "whole",
+                 layers=f"{first}-{last}", law_alone=alone, shapes=f"rank {rank} of {mesh.tp}" if mesh else "whole",
                  rows=len(hidden.tokens) + 1, requests=len(hidden.tokens), tokens=hidden.decoded,
                  device=named)  # fmt: skip
     parts = [_part(s, s.result(about), about, told) for s in servings] + extra_parts
+    if gaps:
+        parts.append(_prefill(gaps, min(AGREEING, max(map(len, hidden.tokens)))))
     if where.type != "cuda":
         parts.append(check._not_run(where))
     if order:
@@ -84,6 +90,8 @@ def run(
     for part in parts:
         colour = {"equal": "green", "disagreement": "bold red"}.get(part.verdict, "yellow")
         out.print(f"{part.verdict:16s} {part.name}: {part.text}", style=colour, markup=False)
+    if record:
+        out.print(f"{record} holds the hidden states that enter layer {left.layer}", markup=False)
     return checked
 
 
@@ -141,7 +149,7 @@ def check_memory(whole: Config, judged: Config, layers: tuple[int, int], rows: i
             )
 
 
-def _begin(checkpoint, recorded, prompts, tokens, first: int, kind: str) -> tuple[Hidden, str]:
+def _begin(checkpoint, recorded, prompts, tokens, kind: str) -> tuple[Hidden, str]:
     """The hidden states to go on from, and a sentence about them."""
     if recorded:
         if prompts or tokens:
@@ -150,7 +158,8 @@ def _begin(checkpoint, recorded, prompts, tokens, first: int, kind: str) -> tupl
         sure = (
             "" if hidden.verified else f", whose layer {hidden.layer - 1} could not be compared: its shard is not here"
         )
-        return hidden, f"hidden states of {recorded} entering layer {hidden.layer}{sure}"
+        many = f"{len(hidden.tokens)} prompts, {hidden.decoded} decoded tokens of each"
+        return hidden, f"{many}; hidden states of {recorded} entering layer {hidden.layer}{sure}"
     encode, name = tokenizer(checkpoint.folder, checkpoint.config)
     chosen = (named_prompts(prompts) if prompts else check._shortest_of_each_kind())[: PROMPTS[kind]]
     decoded = tokens or TOKENS[kind]
@@ -160,8 +169,7 @@ def _begin(checkpoint, recorded, prompts, tokens, first: int, kind: str) -> tupl
         ids = ids * (-(-(decoded + 1) // len(ids)))  # a short prompt repeats itself
         fed.append(ids[: CONTEXT[kind] + decoded])
     hidden = Hidden.empty(checkpoint.config, fed, decoded, [p.id for p in chosen])
-    law = f"; layers 0-{first - 1} by the law alone" if first else ""
-    return hidden, f"tokens from {name}{law}"
+    return hidden, f"{len(fed)} prompts, {decoded} decoded tokens of each, tokens from {name}"
 
 
 def _servings(where, faults, selection, extra) -> tuple[list[Serving], list[Part]]:
@@ -172,6 +180,17 @@ def _servings(where, faults, selection, extra) -> tuple[list[Serving], list[Part
     if compiler():
         return [*made, Serving("interpreted twins", selection, interpreted(extra))], []
     return made, [check.no_compiler(faults)]
+
+
+def _prefill(gaps: dict[int, float], tokens: int) -> Part:
+    """The law's prefill against its decode steps, in float64, as `check.run` says it of a whole model."""
+    layer, worst = max(gaps.items(), key=lambda item: item[1])
+    text = (
+        f"output and state of the attention of {len(gaps)} layers over {tokens} tokens differ by {worst:.1e} at most, "
+    )
+    text += f"in layer {layer}, in float64 (allowed {check.AGREE:.0e})"
+    details = dict(gaps={str(layer): gap for layer, gap in gaps.items()}, tokens=tokens)
+    return Part("reference, prefill against decode", "equal" if worst <= check.AGREE else "disagreement", text, details)
 
 
 def _part(one: Serving, result: Result, about: dict, told: str) -> Part:
