@@ -21,6 +21,7 @@ from reference.checkpoint import INDEX, Checkpoint, CheckpointError
 from reference.kda import delta_rule, gates, unit_keys
 from reference.layout import expected
 from reference.numerics import fused
+from tools.check import AGREE
 from tools.cli import app
 from tools.stand_in import SHAPES, STATISTICS, StandIn, make, run
 
@@ -185,6 +186,34 @@ def test_a_mistake_that_only_the_statistic_shows(statistic, stage, wrong, layer)
         assert result.verdict == verdict, (statistics, result.statement)
         if result.first:
             assert result.first.place.key == f"{layer:02d}.{stage}"
+
+
+def squarings(n: int):
+    """(I + L)^-1 = (I - L)(I + L^2)(I + L^4)... with n squarings, in place of the triangular solver."""
+
+    def solve(matrix, rhs, **kw):
+        unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype)
+        power, made = matrix - unit, 2 * unit - matrix
+        for _ in range(n):
+            power = power @ power
+            made = made + made @ power
+        return made @ rhs
+
+    return solve
+
+
+@pytest.mark.parametrize("count, seen", [(3, False), (2, True)])
+def test_a_chunk_form_that_ends_early_is_found_only_by_keys(count, seen, monkeypatch):
+    """16 tokens need 3 squarings. With 2 the powers of L from the eighth are left out: with keys that have nothing in
+    common they are below 1e-15. No fault of a decode step needs this statistic: its outputs are fp32, where an error
+    that grows with the keys' products is seen before they are near 1."""
+    monkeypatch.setattr(torch.linalg, "solve_triangular", squarings(count))
+    fed = [[256, *b"abcdefghijklmnopqrstuvwxyz"]]
+    for statistics in ((), ("keys",), STATISTICS):
+        gaps, serving = {}, Serving("law", **served_by(LawTwin("law", ("kda.out_norm",), fused)))
+        stream(stand_in(statistics, config=four), Hidden.empty(four, fed, 1), 0, 0, [serving], gaps=gaps)
+        assert (gaps[0] > AGREE) == (seen and statistics != ()), statistics
+        assert gaps[0] < 1e-14 or statistics
 
 
 @pytest.mark.skipif(not compiler(), reason="needs a C compiler: cc, gcc or clang on PATH, or $CC")

@@ -7,7 +7,8 @@ Without a statistic a tensor is what kernel tests draw: unit normals, norms near
 outliers   four hidden channels carry 100 times the peak of the others in the embedding, which all layers see, and 100
            times their size in what layers add to the residual
 decays     KDA decays over the whole of (e^-5, 1), in every head
-keys       keys of all tokens are nearly collinear, and those of token 2i and 2i + 1 equal
+keys       keys of all tokens are nearly collinear, those of token 2i and 2i + 1 equal, and each is written with full
+           strength (beta near 1): the products that chunk forms of KDA are made of do not die away
 queries    queries 100 times as large as usual, 300 times in MLA: attention scores of hundreds
 router     all tokens want the same experts, the last one among them; others are tied exactly
 scales     MXFP4 scale bytes 0 to 240 in one of eight expert rows (0 to 160 in the projection back)
@@ -36,11 +37,11 @@ short = replace(
     expert_inter=256, shared_inter=256, block=4,
 )  # fmt: skip
 SHAPES = {
-    "short": (short, "13 layers of small widths that 8 ranks can share, in 26 MB"),
-    "deep": (replace(deep, name="deep"), "93 layers of tiny widths, in 24 MB"),
+    "short": (short, "small widths that 8 ranks can share"),
+    "deep": (replace(deep, name="deep"), "tiny widths"),
     "rank": (
         replace(k3_rank(8), name="rank", layers=3, mla_layers=(2,), experts=64, **BYTES),
-        "one layer of each kind at the widths of one of 8 ranks, with 64 experts, in 1 GB",
+        "one layer of each kind at the widths of one of 8 ranks, with 64 experts",
     ),
 }
 PERIOD, GROUPS = 1_000_003, 8_191  # primes: drawn numbers repeat, rows do not (a tenth of the time)
@@ -141,6 +142,11 @@ class StandIn(RandomCheckpoint):
     def _k_proj(self, t: Tensor, rng) -> Tensor:
         if self.has("keys"):
             t[:, 0] = 4 * torch.randn(len(t), generator=rng)
+        return t
+
+    def _b_proj(self, t: Tensor, rng) -> Tensor:
+        if self.has("keys"):
+            t[:, 0] = 1  # beta near 1
         return t
 
     def _q_proj(self, t: Tensor, rng) -> Tensor:
