@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +13,7 @@ from equivalence.cases import SMALL
 from fast.selection import Selection, twins
 from reference.stage import ContractError
 from tools.cli import app
-from tools.common import check_swaps, check_target, prompts, serving, whole_numbers, write_json
+from tools.common import check_swaps, check_target, prompts, replacing, serving, whole_numbers, write_json
 from tools.generate import Shown
 
 tiny = SMALL["tiny"]  # KDA in layers 0-2, MLA in 3 and 4
@@ -32,11 +34,42 @@ def test_a_file_that_cannot_be_written_is_found_before_the_work(tmp_path):
     assert link.is_symlink() and not link.exists()
 
 
-@pytest.mark.parametrize("command", ["check", "bisect", "order", "generate", "bench", "doctor", "traces", "adversary"])
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    old, link = tmp_path / "old.json", tmp_path / "link.json"
+    old.write_text("as it was")
+    old.chmod(0o640)
+    link.symlink_to("old.json")
+    with pytest.raises(ZeroDivisionError), replacing(old) as work:
+        work.write_text("half of it")
+        raise ZeroDivisionError
+    with monkeypatch.context() as patch:  # a full disk
+        patch.setattr("pathlib.Path.write_text", lambda path, text: path.write_bytes(text.encode()[:5]) and 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_json(dict(a=1), str(old))
+    assert old.read_text() == "as it was" and sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "old.json"]
+    write_json(dict(a=1), str(link))
+    assert json.loads(old.read_text()) == dict(a=1) and link.is_symlink() and old.stat().st_mode & 0o777 == 0o640
+    write_json(dict(a=1), str(tmp_path / "new.json"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "new.json", "old.json"]
+
+
+def test_a_pipe_is_written_to_as_it_stands(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    check_target(str(tmp_path / "pipe"))
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit((tmp_path / "pipe").read_text)
+        write_json(dict(a=1), str(tmp_path / "pipe"))
+        assert json.loads(read.result(timeout=20)) == dict(a=1)
+
+
+@pytest.mark.parametrize("command", ["check", "bisect", "order", "generate", "bench", "doctor", "traces", "adversary",
+                                     "stand-in"])  # fmt: skip
 def test_every_command_refuses_it_at_once(command, tmp_path, monkeypatch):
     monkeypatch.setattr("tools.doctor.report", lambda: pytest.fail("the work had begun"))
-    result = CliRunner().invoke(app, [command, "--json", str(tmp_path / "no" / "x.json")], prog_name="k3")
+    argument = [str(tmp_path / "w")] if command == "stand-in" else []
+    result = CliRunner().invoke(app, [command, *argument, "--json", str(tmp_path / "no" / "x.json")], prog_name="k3")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "No such file or directory" in result.stderr
+    assert str(tmp_path / "no" / "x.json") in result.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("args, text", [

@@ -157,7 +157,8 @@ def test_the_tool_refuses_a_broken_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(traces, "FOLDER", tmp_path)
     monkeypatch.setattr(traces, "MODELS", {"small": small})
     assert main(False) == 2 and "small.npz: the file is missing" in capsys.readouterr().err
-    assert main(True) == 0 and main(False, str(tmp_path / "out.json")) == 0
+    assert main(True) == 0 and capsys.readouterr().out == "0 traces changed; recorded anew: small\n"
+    assert main(False, str(tmp_path / "out.json")) == 0
     assert json.loads((tmp_path / "out.json").read_text()) == {"changes": [], "kept": False}
     assert capsys.readouterr().out.splitlines()[-1] == "0 traces changed"
     file = tmp_path / "small.npz"
@@ -169,3 +170,29 @@ def test_the_tool_refuses_a_broken_record(tmp_path, monkeypatch, capsys):
     np.savez(file, **{k: np.array([object()]) for k in ("keys", "exact", "rounded", "logits", "weights", "choices")})
     with pytest.raises(CheckpointError, match="no record of traces"):
         load("small")
+
+
+def test_records_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch, kept):
+    """Records that cannot be written are said before any work; one that is cut short leaves the old one."""
+    monkeypatch.setattr(traces, "FOLDER", tmp_path / "traces")
+    monkeypatch.setattr(traces, "MODELS", {"small": small})
+    monkeypatch.setattr(traces, "record", lambda config: pytest.fail("the work had begun"))
+    (tmp_path / "traces" / "small.npz").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        main(True)
+    (tmp_path / "traces" / "small.npz").rmdir()
+
+    def cut_short(file, **arrays):
+        file.write(b"PK")
+        raise OSError("No space left on device")
+
+    np.savez_compressed(tmp_path / "traces" / "small.npz", **kept | dict(weights=np.array("0")))
+    before = (tmp_path / "traces" / "small.npz").read_bytes()
+    monkeypatch.setattr(traces, "record", lambda config: kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez_compressed", cut_short)
+        with pytest.raises(OSError, match="No space left"):
+            main(True)
+    assert [f.name for f in (tmp_path / "traces").iterdir()] == ["small.npz"]
+    assert (tmp_path / "traces" / "small.npz").read_bytes() == before and main(False) == 1
+    assert main(True) == 0 and main(False) == 0

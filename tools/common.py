@@ -4,9 +4,10 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -136,24 +137,55 @@ def check_target(target: str | None) -> None:
     if target in (None, "-"):
         return
     path = Path(os.path.realpath(target))  # of a link that leads nowhere the target is tried, and the link kept
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        return  # a pipe or device: opening it has effects
-    there = path.exists()
-    with path.open("a"):
-        pass
-    if not there:
-        path.unlink()
+    if _direct(path):
+        return  # opening it has effects
+    if path.exists() or not path.parent.exists():
+        with path.open("a"):
+            pass
+    try:
+        with replacing(path) as work:
+            work.touch(exist_ok=False)
+            work.unlink()
+    except OSError as error:
+        text = f"{error.strerror}; a new file is written beside it first"
+        raise type(error)(error.errno, text, str(path)) from None
+
+
+def _direct(path: Path) -> bool:
+    """A pipe or device cannot be replaced by a file: it is written to as it stands."""
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
+@contextmanager
+def replacing(target: str | Path) -> Iterator[Path]:
+    """A file beside `target` that is to be written. At the end it takes the place of `target`, or if the work failed
+    nothing has changed. A link keeps leading where it led. Raises OSError."""
+    path = Path(os.path.realpath(target))
+    if _direct(path):
+        yield path
+        return
+    work = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        yield work
+        if work.exists():
+            if path.exists():
+                shutil.copymode(path, work)
+            os.replace(work, path)
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def write_json(result: dict, target: str | None) -> None:
-    """JSON to a file or, for "-", to standard output. Numbers that JSON lacks become text."""
+    """JSON to a file, which is replaced whole or not at all, or, for "-", to standard output. Numbers that JSON lacks
+    become text."""
     if target is None:
         return
     text = json.dumps(_valid(result), indent=1, allow_nan=False, default=str)
     if target == "-":
         print(text)
     else:
-        Path(target).write_text(text + "\n")
+        with replacing(target) as work:
+            work.write_text(text + "\n")
 
 
 def _valid(value):

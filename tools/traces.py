@@ -28,7 +28,7 @@ from reference.numerics import exact, fused, unfused
 from reference.state import DecodeState
 from reference.weights import all_weights
 
-from .common import out, write_json
+from .common import check_target, out, replacing, write_json
 
 FOLDER = Path(golden.__file__).parent / "traces"
 MODELS = {c.name: c for c in (mini, deep)}
@@ -234,8 +234,13 @@ def _rounded(model, keys, mode, old, new, size) -> list[Change]:
 
 def main(write: bool, json: str | None = None) -> int:
     """Print what changed, and with write=True keep it. 0: nothing changed or it is kept; 1: something changed; 2: a
-    record cannot be used. json: where the changes go, as `write_json` takes it."""
-    found = []
+    record cannot be used. json: where the changes go, as `write_json` takes it. Raises OSError, before any work, for
+    records that cannot be written."""
+    found, kept = [], []
+    if write:
+        FOLDER.mkdir(exist_ok=True)
+        for name in MODELS:
+            check_target(str(FOLDER / f"{name}.npz"))
     for name, config in MODELS.items():
         try:
             old = load(name)
@@ -250,9 +255,10 @@ def main(write: bool, json: str | None = None) -> int:
         for change in changes:
             out.print(change, markup=False)
         if write and (changes or not old):
-            FOLDER.mkdir(exist_ok=True)
-            np.savez_compressed(FOLDER / f"{name}.npz", **new)
-    out.print(f"{len(found)} traces changed{'; the new ones are kept' if write and found else ''}")
+            with replacing(FOLDER / f"{name}.npz") as work, work.open("wb") as file:
+                np.savez_compressed(file, **new)
+            kept.append(name)
+    out.print(f"{len(found)} traces changed{'; recorded anew: ' + ', '.join(kept) if kept else ''}")
     write_json(dict(changes=[asdict(change) for change in found], kept=write), json)
     return int(len(found) > 0 and not write)
 
