@@ -169,6 +169,7 @@ class Build:
     """What a Kernel compiled to. Everything is in memory; `sass` is None without nvdisasm (package or PATH).
 
     function: launches it; None where only the code was asked for (lower.py). asm: the inline assembly in its source.
+    launch: what the host code passes to the driver. kept: whether it comes from the cache of builds (build_cache.py).
     """
 
     kernel: Kernel
@@ -178,6 +179,8 @@ class Build:
     symbol: str
     function: Callable | None = field(repr=False)
     asm: tuple["Asm", ...] = ()
+    launch: dict = field(default_factory=dict, repr=False)
+    kept: bool = False
 
     @cached_property
     def sass(self) -> str | None:
@@ -212,8 +215,9 @@ def _compile(kernel: Kernel, target: str) -> Build:
         )  # fmt: skip
         ptx, cubin = made.__ptx__, made.__cubin__
     symbol = check_ptx(kernel, ptx)
-    check_launch(kernel, str(made.ir_module))
-    return Build(kernel, target, ptx, cubin, symbol, made, tuple(asm))
+    launch = launched(str(made.ir_module))
+    check_launch(kernel, launch)
+    return Build(kernel, target, ptx, cubin, symbol, made, tuple(asm), launch)
 
 
 def inline_asm(module) -> list[Asm]:
@@ -249,8 +253,8 @@ def check_ptx(kernel: Kernel, ptx: str) -> str:
     return symbols[0]
 
 
-def check_launch(kernel: Kernel, host_ir: str) -> None:
-    """Compare the stated launch configuration with the one the lowered host code passes to cudaLaunchKernelEx."""
+def launched(host_ir: str) -> dict:
+    """What the lowered host code passes to cudaLaunchKernelEx, by name of the Kernel's field; None for no constant."""
     call = host_ir.index("llvm.call @_cudaLaunchKernelEx(")
     stored = _stored_constants(host_ir[host_ir.rindex("llvm.func ", 0, call) : call])
     config = {path[1:]: value for path, value in stored.items()}
@@ -259,13 +263,18 @@ def check_launch(kernel: Kernel, host_ir: str) -> None:
         for path, value in stored.items()
         if len(path) == 3 and path[1].startswith("%") and path[2] == "0"
     }
-    real = {
+    return {
         "grid": tuple(config.get(("0", str(i))) for i in range(3)),
         "block": tuple(config.get(("1", str(i))) for i in range(3)),
         "smem": config.get(("2",)),
         "cluster": attributes.get(CLUSTER_ATTRIBUTE),
         "pdl": attributes.get(PDL_ATTRIBUTE) == (1,),
     }
+
+
+def check_launch(kernel: Kernel, launch: dict) -> None:
+    """Compare the stated launch configuration with the one that `launched` found."""
+    real = dict(launch)
     if kernel.token_axis is not None and real["grid"][kernel.token_axis] is None:
         real["grid"] = tuple(kernel.grid[i] if i == kernel.token_axis else n for i, n in enumerate(real["grid"]))
     for name, value in real.items():

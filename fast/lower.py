@@ -3,6 +3,8 @@
 Tracing a kernel takes as long as compiling what was traced, and gives the same code for every target, apart from a
 message in host code that names the target. That this holds for an entry is not assumed: the first time, it is traced
 for every target and the device code compared. An entry whose traces differ is traced for each target every time.
+
+What was made of a kernel of this package stays in the cache of builds, and later processes find it there.
 """
 
 import tempfile
@@ -10,15 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .kernel import COMPILED, Build, Kernel, check_launch, check_ptx, inline_asm
+from . import build_cache
+from .kernel import COMPILED, Asm, Build, Kernel, check_launch, check_ptx, inline_asm, launched
 
 _alike: dict[tuple[Callable, tuple[str, ...]], bool] = {}  # whether an entry's traces for these targets were equal
 
 
-def lower(kernel: Kernel, targets: Sequence[str], lines: bool = False) -> list[Build]:
+def lower(kernel: Kernel, targets: Sequence[str], lines: bool = False, fresh: bool = False) -> list[Build]:
     """A Build for each target: that of `kernel.compile` if there is one, else its PTX and cubin without a function.
 
-    lines: with line information, made anew. It changes no instruction.
+    lines: with line information, made anew. It changes no instruction. fresh: without the cache of builds.
     Raises NotImplementedError for a target that the kernel is not for, ValueError for a launch that is misstated.
     """
     if wrong := [t for t in targets if t not in kernel.archs]:
@@ -26,8 +29,20 @@ def lower(kernel: Kernel, targets: Sequence[str], lines: bool = False) -> list[B
     if lines:
         return [build for target in targets for build in _traced(kernel, (target,), lines)[1]]
     made = {t: replace(COMPILED[kernel.code, t], kernel=kernel) for t in targets if (kernel.code, t) in COMPILED}
-    made |= {b.target: b for b in _lowered(kernel, tuple(t for t in targets if t not in made))}
-    return [made[target] for target in targets]
+    if not fresh:
+        kept = build_cache.load(kernel, [t for t in targets if t not in made])
+        made |= {target: _checked(kernel, target, entry) for target, entry in kept.items()}
+    new = {b.target: b for b in _lowered(kernel, tuple(t for t in targets if t not in made))}
+    if new and not fresh:
+        build_cache.store(kernel, new)
+    return [(made | new)[target] for target in targets]
+
+
+def _checked(kernel: Kernel, target: str, entry: build_cache.Entry) -> Build:
+    symbol = check_ptx(kernel, entry.ptx)
+    check_launch(kernel, entry.launch)
+    asm = tuple(Asm(*of) for of in entry.asm)
+    return Build(kernel, target, entry.ptx, entry.cubin, symbol, None, asm, entry.launch, kept=True)
 
 
 def _lowered(kernel: Kernel, targets: tuple[str, ...]) -> list[Build]:
@@ -84,8 +99,9 @@ def _traced(kernel: Kernel, targets: tuple[str, ...], lines: bool = False) -> tu
     for target in targets:
         ptx = files[target][".ptx"].decode().rstrip("\0")
         symbol = check_ptx(kernel, ptx)
-        check_launch(kernel, host_code[target])
-        builds.append(Build(kernel, target, ptx, files[target][".cubin"], symbol, None, asm))
+        launch = launched(host_code[target])
+        check_launch(kernel, launch)
+        builds.append(Build(kernel, target, ptx, files[target][".cubin"], symbol, None, asm, launch))
     return device_code, builds
 
 

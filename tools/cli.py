@@ -107,9 +107,13 @@ def order(
     ),
     schedules: int = typer.Option(240, min=1, help="With --score: runs of the clean kernels."),
     toolchain: list[str] = typer.Option([], help="Prove with the CuTe DSL in this folder, too; repeatable."),
+    fresh: bool = typer.Option(False, "--fresh", help="Compile all kernels now, without the cache of builds."),
     json: str = JSON,
 ):  # fmt: skip
     """Prove for every kernel and target that no load or store is reachable before the wait it depends on. No GPU."""
+    with one_line(json):
+        if fresh and (score or toolchain):
+            raise ValueError("--fresh goes with neither --score nor --toolchain; allowed is K3_CACHE=off")
     if score or toolchain:
         from . import score as command
 
@@ -117,7 +121,7 @@ def order(
     with one_line(json):
         from . import order as command
 
-        result = command.run(kernel, target, scope)
+        result = command.run(kernel, target, scope, fresh)
         write_json(result.as_dict(), json)
     raise typer.Exit(result.exit_code)
 

@@ -1,11 +1,13 @@
 """`k3 order`: the static order proof over the kernels of fast/."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 from .common import DISAGREEMENT, EQUAL, UNJUDGED, console, out
 
 SCOPES = ("forms", "batch1", "all")
+JOBS = 16  # processes; with more, their start costs more than they save
 
 
 @dataclass
@@ -25,22 +27,47 @@ class Result:
         return dict(verdict=self.exit_code, reports=[r.as_dict() for r in self.reports], chains=chains)
 
 
-def run(kernel: str, targets: list[str], scope: str) -> Result:
+def run(kernel: str, targets: list[str], scope: str, fresh: bool = False) -> Result:
     """Compile and check; prints one line per finding and a summary.
 
     scope: "forms" (one kernel of each form), "batch1" (also every kernel of a single request) or "all" (every batch
     size of `fast.BATCHES`). The last two also follow the chain of kernels through whole steps. kernel: part of the
-    names wanted; a part has no chains.
+    names wanted; a part has no chains. fresh: compile everything now, whatever the cache of builds holds.
     """
     from equivalence.order.chain import check_steps
-    from equivalence.order.check import TARGETS, check_kernels
-    from fast import BATCHES, forms, production_kernels
+    from equivalence.order.check import TARGETS, prove, workers
+    from fast import BATCHES
 
     unknown = [t for t in targets if t not in TARGETS]
     if unknown:
         raise ValueError(f"target {unknown[0]!r}: allowed are {', '.join(TARGETS)}")
     if scope not in SCOPES:
         raise ValueError(f"scope {scope!r}: allowed are {', '.join(SCOPES)}")
+    many = scope != "forms" and not kernel
+    jobs = min(os.cpu_count() or 1, JOBS)
+    # Where it is worth it, the other processes start while this one picks the kernels.
+    with console.status("proving kernels"), workers(jobs) if many else nullcontext() as pool:
+        kernels, every = _chosen(kernel, scope)
+        proof = prove(kernels, targets or TARGETS, jobs, fresh, pool)
+    reports = proof.reports
+    for report in reports:
+        if report.findings:
+            out.print("\n".join(report.lines()), markup=False)
+    proved, codes = sum(r.verdict == "proved" for r in reports), len({k.code for k in kernels})
+    about = f"{len(kernels)} of {every} kernels with {codes} codes x {len(targets or TARGETS)} targets"
+    made = f"{proof.compiled} compiled now, {proof.kept} from the cache of builds"
+    out.print(f"order: {proved} of {len(reports)} proved ({about}; {made})")
+    if not many:
+        return Result(reports)
+    steps, chains = check_steps((1,) if scope == "batch1" else BATCHES, targets or TARGETS, reports)
+    out.print("\n".join([*map(str, chains), f"chains: {len(chains)} findings in {steps} decode steps"]), markup=False)
+    return Result(reports, chains)
+
+
+def _chosen(kernel: str, scope: str) -> tuple[list, int]:
+    """The kernels of a scope whose names contain `kernel`, and how many there are of all."""
+    from fast import forms, production_kernels
+
     every = production_kernels()
     chosen = every if scope == "all" else forms(every)
     if scope == "batch1":
@@ -48,16 +75,4 @@ def run(kernel: str, targets: list[str], scope: str) -> Result:
     kernels = [k for k in chosen if kernel in k.name]
     if not kernels:
         raise ValueError(f"no kernel name contains {kernel!r}")
-    with console.status(f"proving {len(kernels)} of {len(every)} kernels"):
-        reports = check_kernels(kernels, targets or TARGETS, jobs=min(len(kernels), os.cpu_count() or 1))
-    for report in reports:
-        if report.findings:
-            out.print("\n".join(report.lines()), markup=False)
-    proved, codes = sum(r.verdict == "proved" for r in reports), len({k.code for k in kernels})
-    about = f"{len(kernels)} of {len(every)} kernels with {codes} codes x {len(targets or TARGETS)} targets"
-    out.print(f"order: {proved} of {len(reports)} proved ({about})")
-    if scope == "forms" or kernel:
-        return Result(reports)
-    steps, chains = check_steps((1,) if scope == "batch1" else BATCHES, targets or TARGETS, reports)
-    out.print("\n".join([*map(str, chains), f"chains: {len(chains)} findings in {steps} decode steps"]), markup=False)
-    return Result(reports, chains)
+    return kernels, len(every)

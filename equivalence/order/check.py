@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 
@@ -139,27 +140,60 @@ def _renamed(report: Report, kernel: str) -> Report:
     return replace(report, kernel=kernel, findings=tuple(replace(f, kernel=kernel) for f in report.findings))
 
 
+@dataclass(frozen=True)
+class Proof:
+    """A Report for every kernel and target, kernel by kernel. compiled, kept: how many codes were compiled now, and how
+    many came from the cache of builds (fast.build_cache). Every report is made now."""
+
+    reports: list[Report]
+    compiled: int
+    kept: int
+
+
 def check_kernels(kernels: Iterable, targets: Sequence[str] = TARGETS, jobs: int = 1) -> list[Report]:
-    """Compile and check every kernel for every target that it is for: a Report each, kernel by kernel.
+    """The reports of `prove`."""
+    return prove(kernels, targets, jobs).reports
+
+
+@contextmanager
+def workers(jobs: int) -> Iterator[Executor]:
+    """The other processes of `prove`, which start at once."""
+    with ProcessPoolExecutor(max(1, jobs - 1), get_context("spawn")) as pool:
+        for _ in range(jobs - 1):
+            pool.submit(_share, (), (), False)
+        yield pool
+
+
+def prove(
+    kernels: Iterable,
+    targets: Sequence[str] = TARGETS,
+    jobs: int = 1,
+    fresh: bool = False,
+    pool: Executor | None = None,
+) -> Proof:
+    """Compile and check every kernel for every target that it is for.
 
     Kernels that share their code (Kernel.code) are compiled and checked once. jobs: processes to share the work, this
-    one included; with more than one, entries have to be functions of importable modules.
+    one included; with more than one, entries have to be functions of importable modules. fresh: without the cache of
+    builds. pool: of `workers`, if they have been started.
     """
-    kernels = list(kernels)
+    kernels, targets = list(kernels), tuple(targets)
     first = {kernel.code: kernel for kernel in reversed(kernels)}
     shares = [list(first.values())[n::jobs] for n in range(min(jobs, len(first)))]
-    with ProcessPoolExecutor(max(1, len(shares) - 1), get_context("spawn")) as pool:
-        others = [pool.submit(_share, share, tuple(targets)) for share in shares[1:]]
-        done = [_share(share, tuple(targets)) for share in shares[:1]] + [other.result() for other in others]
-    reports = {k.code: r for share, made in zip(shares, done, strict=True) for k, r in zip(share, made, strict=True)}
-    return [_renamed(report, kernel.name) for kernel in kernels for report in reports[kernel.code]]
+    with workers(len(shares)) if pool is None else nullcontext(pool) as others:
+        theirs = [others.submit(_share, share, targets, fresh) for share in shares[1:]]
+        done = [_share(share, targets, fresh) for share in shares[:1]] + [share.result() for share in theirs]
+    rows = {k.code: row for share, made in zip(shares, done, strict=True) for k, row in zip(share, made, strict=True)}
+    reports = [_renamed(report, kernel.name) for kernel in kernels for report in rows[kernel.code][0]]
+    kept = sum(kept for _, kept in rows.values())
+    return Proof(reports, len(rows) - kept, kept)
 
 
-def _share(kernels: Sequence, targets: Sequence[str]) -> list[list[Report]]:
-    """The reports of each kernel."""
-    builds = [lower(kernel, [t for t in targets if t in kernel.archs]) for kernel in kernels]
+def _share(kernels: Sequence, targets: Sequence[str], fresh: bool) -> list[tuple[list[Report], bool]]:
+    """The reports of each kernel, and whether all its Builds were kept."""
+    builds = [lower(kernel, [t for t in targets if t in kernel.archs], fresh=fresh) for kernel in kernels]
     reports = iter(check_builds([build for some in builds for build in some]))
-    return [[_located(build, next(reports)) for build in some] for some in builds]
+    return [([_located(b, next(reports)) for b in some], all(b.kept for b in some)) for some in builds]
 
 
 def _located(build, report: Report) -> Report:

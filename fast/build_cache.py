@@ -1,0 +1,231 @@
+"""Builds on disk: what `lower` made of the kernels of this package, so that a proof need not compile them again.
+
+An entry is found by what it was made from: the source of fast/ and reference/, the compiler, Python, the target, and
+`Kernel.code` written as text. Only kernels are kept whose entry and constants come from modules of these two folders;
+an edited copy of a module (equivalence.order.mutate) and a kernel of a test are not. What judges is never kept: checks
+of the launch and the order proof run anew on what was read.
+
+The folder is .cache/k3 in the repository, or the one that K3_CACHE names ("off": no cache). Entries are a line of
+SHA-256, a line of JSON, and the bytes of PTX and cubin. One that is damaged counts as absent, and stderr says so.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from types import FunctionType
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("fast", "reference")  # packages that decide what a kernel's code is
+COMPILER, IMPLEMENTATION = "nvidia-cutlass-dsl", "cutlass._mlir._mlir_libs._cutlass_ir"
+SETTINGS = ("CUTE_", "CUTLASS_")  # environment variables that the compiler reads
+FORM = 1  # of an entry
+FOLDERS, DAYS = 4, 14  # states of the source that are kept, and for how long after their last use
+SPARED = 3600  # seconds for which no folder is removed: another process may be using it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a kernel compiled to. asm: (text, constraints, effects, source) of each. launch: `kernel.launched`."""
+
+    ptx: str
+    cubin: bytes
+    asm: tuple[tuple[str, str, bool, str], ...]
+    launch: dict
+
+
+class Unkept(TypeError):
+    """A kernel that has no canonical text, and is therefore compiled every time."""
+
+
+def folder() -> Path | None:
+    """Where entries are kept; None with K3_CACHE=off."""
+    named = os.environ.get("K3_CACHE", str(ROOT / ".cache" / "k3"))
+    if named == "off":
+        return None
+    if not named or (Path(named).exists() and not Path(named).is_dir()):
+        raise ValueError(f"K3_CACHE is {named!r}; allowed are a folder and 'off'")
+    return Path(named)
+
+
+def load(kernel, targets: Sequence[str]) -> dict[str, Entry]:
+    """The entries for a kernel, by target, as far as there are any."""
+    paths = _paths(kernel, targets)
+    found = {target: _read(path, text(kernel.code), target) for target, path in paths.items()}
+    return {target: entry for target, entry in found.items() if entry}
+
+
+def store(kernel, builds: Mapping) -> None:
+    """Keep Builds, by target. Writers of the same one do not disturb each other, nor readers."""
+    for target, path in _paths(kernel, list(builds)).items():
+        try:
+            _write(path, text(kernel.code), target, builds[target])
+        except OSError as error:
+            _say_once(f"cannot write to {path.parent}: {error.strerror}; what is compiled is not kept")
+
+
+def _read(path: Path, of: str, target: str) -> Entry | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return _say(f"cannot read {path}: {error.strerror}; compiled anew")
+    sums, _, body = data.partition(b"\n")
+    if sums != hashlib.sha256(body).hexdigest().encode():
+        return _say(f"{path} is damaged: its checksum differs; compiled anew")
+    head, _, code = body.partition(b"\n")
+    told = json.loads(head)
+    if (told["of"], told["target"]) != (of, target):
+        return _say(f"{path} is the entry of another kernel; compiled anew")
+    ptx, cubin = code[: told["ptx"]].decode(), code[told["ptx"] :]
+    launch = {name: tuple(v) if isinstance(v, list) else v for name, v in told["launch"].items()}
+    return Entry(ptx, cubin, tuple((t, c, e, s) for t, c, e, s in told["asm"]), launch)
+
+
+def _write(path: Path, of: str, target: str, build) -> None:
+    ptx, asm = build.ptx.encode(), [astuple(a) for a in build.asm]
+    told = dict(of=of, target=target, ptx=len(ptx), asm=asm, launch=build.launch)
+    body = json.dumps(told).encode() + b"\n" + ptx + build.cubin
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with open(handle, "wb") as file:
+            file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def text(value) -> str:
+    """A value in canonical text: equal for equal values, in every process. Raises Unkept for one that has none."""
+    if value is None or isinstance(value, bool | int | str | torch.dtype):
+        return str(value) if isinstance(value, torch.dtype) else repr(value)
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, tuple):
+        return f"({''.join(f'{text(v)},' for v in value)})"
+    named = isinstance(value, type | FunctionType)
+    if not ours(value if named else type(value)):
+        raise Unkept(f"{value!r}: allowed are plain values and what modules of {' and '.join(SOURCES)} define")
+    if isinstance(value, Enum):
+        return f"{_name(type(value))}.{value.name}"
+    if named:
+        return _name(value)
+    if is_dataclass(value):
+        held = (f"{f.name}={text(getattr(value, f.name))}" for f in fields(value))
+        return f"{_name(type(value))}({', '.join(held)})"
+    raise Unkept(f"{value!r} has no canonical text")
+
+
+def ours(thing) -> bool:
+    """Whether a function or class is the one that a source file of fast/ or reference/ defines under its name."""
+    module = sys.modules.get(getattr(thing, "__module__", None) or "")
+    package, _, stem = getattr(module, "__name__", "").partition(".")
+    if package not in SOURCES or getattr(module, thing.__qualname__, None) is not thing:
+        return False
+    return Path(module.__file__ or "").resolve() == ROOT / package / f"{stem or '__init__'}.py"
+
+
+def _name(thing) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def _paths(kernel, targets: Sequence[str]) -> dict[str, Path]:
+    """Where the entries are or would be; empty if the kernel may not be kept."""
+    at = folder()
+    if at is None or not ours(kernel.entry):
+        return {}
+    try:
+        key = text(kernel.code)
+    except Unkept:
+        return {}
+    if late := changed():
+        _say_once(f"{late} changed while this process ran: builds are neither read nor kept")
+        return {}
+    here = _opened(at, digest())
+    return {t: here / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.{t}" for t in targets}
+
+
+@cache
+def _opened(at: Path, made_from: str) -> Path:
+    """The folder of this state of the source, marked as used; folders of old states are removed."""
+    here = at / made_from
+    if here.exists():
+        os.utime(here)
+    others = sorted((p.stat().st_mtime, p) for p in at.glob("?" * len(made_from)) if p.is_dir() and p != here)
+    now = time.time()
+    for n, (used, path) in enumerate(reversed(others), 2):
+        if now - used > DAYS * 86400 or (n > FOLDERS and now - used > SPARED):
+            shutil.rmtree(path, ignore_errors=True)
+    return here
+
+
+@cache
+def sources() -> tuple[Path, ...]:
+    return tuple(sorted(path for package in SOURCES for path in (ROOT / package).rglob("*.py")))
+
+
+def changed() -> str | None:
+    """A source file that is younger than this process: what runs may not be what the file says."""
+    late = (p for p in sources() if not p.exists() or p.stat().st_ctime_ns > started())
+    return next((str(p.relative_to(ROOT)) for p in late), None)
+
+
+@cache
+def started() -> int:
+    """When this process started, in nanoseconds since 1970."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age * 1e9)
+
+
+@cache
+def digest() -> str:
+    """What all entries of this process are made from."""
+    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sources()}
+    return digest_of(files, [*compiler(), sys.version, platform.machine(), f"form {FORM}"])
+
+
+def digest_of(files: Mapping[str, bytes], others: list[str]) -> str:
+    """Of the contents of files by name, and of further facts."""
+    facts = [f"{name} {hashlib.sha256(data).hexdigest()}" for name, data in sorted(files.items())]
+    return hashlib.sha256(json.dumps([facts, others]).encode()).hexdigest()[:32]
+
+
+def compiler() -> list[str]:
+    """Each installed part of the DSL with its files' hashes, the library in use (the driver decides between several),
+    and the settings from the environment."""
+    from importlib import import_module
+
+    parts = {d.name: d for d in reversed(list(distributions())) if d.name.startswith(COMPILER)}
+    said = [f"{n} {d.version} {_hash(d.read_text('RECORD') or '')}" for n, d in sorted(parts.items())]
+    library = Path(import_module(IMPLEMENTATION).__file__)
+    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)]
+    return [*said, f"{library.name} {library.stat().st_size}", *settings]
+
+
+def _hash(said: str) -> str:
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _say(what: str) -> None:
+    print(f"cache of builds: {what}", file=sys.stderr)
+
+
+@cache
+def _say_once(what: str) -> None:
+    _say(what)

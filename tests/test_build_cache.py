@@ -1,0 +1,291 @@
+"""The cache of builds: what comes from it is what was put there, and nothing else ever comes from it."""
+
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+
+import async_kernels
+import pytest
+from typer.testing import CliRunner
+
+import fast.lower as lowering
+from equivalence.order import mutant
+from equivalence.order.check import check_builds, prove
+from fast import attn_res, build_cache
+from fast.kernel import ARCHS, Asm, Kernel
+from fast.lower import lower
+from tools.cli import app
+
+TARGETS = ARCHS[:2]
+
+
+def kernel(module=attn_res, T: int = 1) -> Kernel:
+    tensors, attrs = attn_res.attn_res_cases(batches=(T,))[-1]
+    return module.attn_res.pick(**tensors, **attrs)[0]
+
+
+@cache
+def compiled() -> tuple:
+    return tuple(lower(kernel(), TARGETS, fresh=True))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("K3_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr(build_cache, "changed", lambda: None)  # somebody may be editing while the tests run
+    build_cache._opened.cache_clear()
+    build_cache._say_once.cache_clear()
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def filled(folder):
+    build_cache.store(kernel(), {b.target: b for b in compiled()})
+    return folder
+
+
+def entries(folder) -> list:
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def facts(build) -> tuple:
+    return build.target, build.ptx, build.cubin, build.symbol, build.asm, build.launch, build.kernel
+
+
+def nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(lowering, "_traced", lambda *a: pytest.fail("compiled"))
+
+
+def test_a_hit_is_the_build(folder, monkeypatch):
+    first = [facts(b)[:-1] for b in compiled()]
+    made = lower(kernel(), TARGETS)
+    assert [b.kept for b in made] == [False, False] and len(entries(folder)) == 2
+    nothing_is_compiled(monkeypatch)
+    kept = lower(replace(kernel(), name="again"), TARGETS[::-1])[::-1]
+    assert [b.kept for b in kept] == [True, True] and {b.kernel.name for b in kept} == {"again"}
+    assert [facts(b)[:-1] for b in kept] == [facts(b)[:-1] for b in made] == first
+    assert check_builds([replace(b, kernel=kernel()) for b in kept]) == check_builds(made)
+
+
+def test_a_hit_is_checked_like_a_compiled_kernel(filled, monkeypatch):
+    """The length of the token axis is no part of the code, but stated; what a fixed one is compared with is kept."""
+    fixed = {b.target: replace(b, launch=b.launch | dict(grid=(*b.launch["grid"][:1], 1, 1))) for b in compiled()}
+    build_cache.store(kernel(), fixed)
+    nothing_is_compiled(monkeypatch)
+    lower(kernel(), TARGETS)
+    with pytest.raises(ValueError, match=r"states grid .* launches"):
+        lower(replace(kernel(T=2), constants=kernel().constants), TARGETS)
+
+
+def test_proofs_say_what_was_compiled(folder):
+    twice = [kernel(), replace(kernel(), name="again")]  # one code
+    proofs = [prove(twice, TARGETS[:1]), prove(twice, TARGETS), prove(twice, TARGETS)]
+    assert [(p.compiled, p.kept) for p in proofs] == [(1, 0), (1, 0), (0, 1)]
+    again = prove(twice, TARGETS, fresh=True)
+    assert (again.compiled, again.kept) == (1, 0)
+    assert proofs[1].reports == proofs[2].reports == again.reports and len(again.reports) == 4
+
+
+def test_the_command_says_what_was_compiled(folder):
+    def order(*options) -> str:
+        return CliRunner().invoke(app, ["order", "--kernel", "kda_decode-t1-h2", "--target", "sm_90a", *options]).output
+
+    made = ("1 compiled now, 0 from the cache of builds", "0 compiled now, 1 from the cache of builds")
+    assert made[0] in order("--fresh", "--scope", "all") and entries(folder) == []
+    assert made[0] in order("--scope", "all") and made[1] in order("--scope", "all")
+    assert made[0] in order("--fresh", "--scope", "all")
+    assert "--fresh goes with neither --score nor --toolchain" in order("--fresh", "--score")
+
+
+def test_every_byte_and_version_counts(tmp_path, monkeypatch):
+    root = tmp_path / "root"
+    for package in build_cache.SOURCES:
+        shutil.copytree(build_cache.ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(build_cache, "ROOT", root)
+
+    def digest() -> str:
+        build_cache.sources.cache_clear()
+        return build_cache.digest.__wrapped__()
+
+    def patched(target, name: str, value) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, value)
+            return digest()
+
+    def parts(**change):
+        """The installed parts of the compiler, one of them changed."""
+        made = [SimpleNamespace(name=d.name, version=d.version, read_text=d.read_text)
+                for d in build_cache.distributions()]  # fmt: skip
+        next(d for d in made if d.name == "nvidia-cutlass-dsl-libs-base").__dict__.update(change)
+        return lambda: made
+
+    try:
+        first, seen = digest(), []
+        assert digest() == first == patched(build_cache, "distributions", parts())
+        for name in ("fast/device.py", "fast/kda.py", "reference/config.py", "reference/stage.py"):
+            text = (root / name).read_bytes()
+            (root / name).write_bytes(text[:-1] + b" ")
+            seen.append(digest())
+            (root / name).write_bytes(text)
+            assert digest() == first
+        (root / "fast" / "device.py").rename(root / "fast" / "devices.py")
+        seen.append(digest())
+        (root / "fast" / "devices.py").rename(root / "fast" / "device.py")
+        seen.append(patched(build_cache, "distributions", parts(version="4.8.2")))
+        seen.append(patched(build_cache, "distributions", parts(read_text=lambda name: "other files")))
+        seen.append(patched(build_cache, "IMPLEMENTATION", "math"))  # another library
+        seen.append(patched(build_cache.sys, "version", "3.13.0"))
+        monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90")
+        seen.append(digest())
+        assert len({first, *seen}) == 1 + len(seen)
+    finally:
+        build_cache.sources.cache_clear()
+
+
+def test_another_digest_target_or_code_misses(filled, monkeypatch):
+    assert build_cache.load(kernel(), ARCHS).keys() == set(TARGETS)
+    assert build_cache.load(replace(kernel(), name="again"), ARCHS).keys() == set(TARGETS)
+    assert build_cache.load(replace(kernel(), smem=16), ARCHS) == {}
+    monkeypatch.setattr(build_cache, "digest", lambda: "0" * 32)
+    assert build_cache.load(kernel(), ARCHS) == {}
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data[:-1], lambda data: data[: len(data) // 2], lambda data: data[:64], lambda data: b"",
+    lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: data + b"\0",
+    lambda data: bytes([data[0] ^ 1]) + data[1:],
+])  # fmt: skip
+def test_a_damaged_entry_is_absent(filled, damage, capsys):
+    path, other = entries(filled)
+    good = path.read_bytes()
+    path.write_bytes(damage(good))
+    assert build_cache.load(kernel(), TARGETS).keys() == {other.suffix[1:]}
+    told = capsys.readouterr().err
+    assert told == f"cache of builds: {path} is damaged: its checksum differs; compiled anew\n"
+    build_cache.store(kernel(), {b.target: b for b in compiled()})
+    assert path.read_bytes() == good and build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)
+
+
+def test_a_damaged_entry_is_compiled_anew(filled):
+    for path in entries(filled):
+        path.write_bytes(path.read_bytes()[:-1])
+    made = lower(kernel(), TARGETS)
+    assert [b.kept for b in made] == [False, False] and [facts(b) for b in made] == [facts(b) for b in compiled()]
+    assert [b.kept for b in lower(kernel(), TARGETS)] == [True, True]
+
+
+def test_an_entry_in_the_wrong_place_is_absent(filled, capsys):
+    path, other = entries(filled)
+    shutil.copy(other, path)
+    assert build_cache.load(kernel(), TARGETS).keys() == {other.suffix[1:]}
+    assert capsys.readouterr().err == f"cache of builds: {path} is the entry of another kernel; compiled anew\n"
+
+
+def test_mutants_and_kernels_of_tests_are_not_kept(folder):
+    WAIT = "    cute.arch.griddepcontrol_wait()\n"
+    broken = kernel(mutant(attn_res, [(WAIT, "    if token > 0:\n    " + WAIT)]))
+    assert broken.entry.__module__.startswith("fast.") and broken.code != kernel().code
+    for one in (broken, async_kernels.PEEK):
+        assert not any(b.kept for b in lower(one, TARGETS[:1]) + lower(one, TARGETS[:1]))
+    assert entries(folder) == []
+
+
+@dataclass(frozen=True)
+class Config:
+    """Like one of fast/, but what its methods do is not in the digest."""
+
+    warps: int = 4
+
+
+@pytest.mark.parametrize("change", [
+    dict(constants=(Config(),)), dict(constants=(lambda: 1,)), dict(constants=([1],)),
+    dict(entry=lambda *a: None), dict(entry=async_kernels.PEEK.entry),
+])  # fmt: skip
+def test_what_the_digest_does_not_cover_is_not_kept(folder, change):
+    one = replace(kernel(), **change)
+    build_cache.store(one, {b.target: b for b in compiled()})
+    assert entries(folder) == [] and build_cache.load(one, TARGETS) == {}
+
+
+def test_canonical_text():
+    def text(*constants) -> str:
+        return build_cache.text(replace(kernel(), constants=constants).code)
+
+    different = [(1,), (True,), (1.0,), ("1",), (0.0,), (-0.0,), (1.0 + 2.0**-52,), (None,), ((1,),), (1, 1), ((1, 1),)]
+    assert len({text(*c) for c in different}) == len(different)
+    assert text(0.1 + 0.2) == text(0.30000000000000004) and " at 0x" not in text(kernel().constants)
+
+
+def test_writers_of_one_entry_do_not_disturb_each_other(folder, capsys):
+    """Two versions of an entry, long enough that a write is no single step; readers see one or the other, whole."""
+    versions = [SimpleNamespace(ptx=c * 300_000, cubin=bytes([n]) * 500_000, launch={}, asm=(Asm(c, c, True, ""),))
+                for n, c in enumerate("ab")]  # fmt: skip
+    build_cache.store(kernel(), {"sm_90a": versions[0]})
+
+    def work(n: int) -> set:
+        seen = set()
+        for _ in range(20):
+            if n < 4:
+                build_cache.store(kernel(), {"sm_90a": versions[n % 2]})
+            else:
+                (entry,) = build_cache.load(kernel(), ["sm_90a"]).values()
+                seen.add((entry.ptx, entry.cubin))
+        return seen
+
+    with ThreadPoolExecutor(8) as pool:
+        seen = set().union(*pool.map(work, range(8)))
+    assert seen and seen <= {(v.ptx, v.cubin) for v in versions}
+    assert len(entries(folder)) == 1 and capsys.readouterr().err == ""
+
+
+def test_source_that_changed_under_the_process(filled, monkeypatch, capsys):
+    monkeypatch.undo()
+    monkeypatch.setenv("K3_CACHE", str(filled))
+    assert abs(time.time_ns() - build_cache.started()) < 24 * 3600e9
+    monkeypatch.setattr(build_cache, "started", lambda: (build_cache.ROOT / "fast/device.py").stat().st_ctime_ns - 1)
+    assert build_cache.load(kernel(), TARGETS) == {}
+    told = capsys.readouterr().err
+    assert "changed while this process ran: builds are neither read nor kept" in told and told.count("\n") == 1
+    monkeypatch.setattr(build_cache, "started", lambda: max(p.stat().st_ctime_ns for p in build_cache.sources()))
+    assert build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)
+
+
+def test_switched_off_and_misnamed(tmp_path, monkeypatch):
+    monkeypatch.setenv("K3_CACHE", "off")
+    build_cache.store(kernel(), {b.target: b for b in compiled()})
+    assert build_cache.load(kernel(), TARGETS) == {}
+    (tmp_path / "file").write_text("")
+    for wrong in ("", str(tmp_path / "file")):
+        monkeypatch.setenv("K3_CACHE", wrong)
+        with pytest.raises(ValueError, match=r"K3_CACHE is '.*'; allowed are a folder and 'off'"):
+            build_cache.load(kernel(), TARGETS)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(folder, capsys):
+    folder.mkdir()
+    (folder / build_cache.digest()).write_text("no folder")
+    build_cache.store(kernel(), {b.target: b for b in compiled()})
+    told = capsys.readouterr().err
+    assert "cache of builds: cannot write to" in told and told.count("\n") == 1
+
+
+def test_old_states_of_the_source_are_removed(folder):
+    hour, day = 3600, 24 * 3600
+    ages = [hour / 2, 2 * hour, 3 * hour, 4 * hour, 5 * hour, 15 * day]
+    for n, age in enumerate(ages):
+        made = folder / f"{n:032d}"
+        made.mkdir(parents=True)
+        (made / "entry.sm_90a").write_text("")
+        os.utime(made, (time.time() - age,) * 2)
+    (folder / "notes").mkdir()
+    build_cache.store(kernel(), {b.target: b for b in compiled()})
+    left = {p.name for p in folder.iterdir()}
+    assert left == {build_cache.digest(), "notes", *(f"{n:032d}" for n in range(3))}
+    build_cache._opened.cache_clear()
+    os.utime(folder / build_cache.digest(), (0, 0))  # long unused, but the present one
+    assert build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)
+    assert (folder / build_cache.digest()).stat().st_mtime > time.time() - hour
