@@ -23,6 +23,7 @@ from .spec_state import SpecState, Speculated, token_rows
 from .stage import ContractError, i32, i64
 from .state import step_index
 
+EMPTY = "the mask behind {} tokens allows no token; at least one is needed"
 RULES = dict(greedy=verify.GREEDY, standard=verify.STANDARD, block=verify.BLOCK, synthetic=verify.SYNTHETIC)
 
 
@@ -56,6 +57,8 @@ def verify_plan(config: Config, requests: int, drafts: int, *, form: str, rule: 
         bind = dict(draft=ix("draft"), target=act("tokens"), tokens=act("kept"), count=act("count"))
         bind |= dict(seed=ix("first_seed"), position=ix("first")) if rule == "synthetic" else {}
         steps.append(Step(None, RULES[rule], bind, dict(rates=rates) if rule == "synthetic" else {}))
+    if masked:
+        steps.append(Step(None, verify.END, dict(limit=ix("limit"), tokens=act("kept"), count=act("count")), {}))
     buffers = dict(made.buffers) | dict(kept=((requests, 1 + drafts), i64), count=((requests,), i32))
     return tapped(replace(made, steps=(*steps, *commits), buffers=buffers), taps)
 
@@ -86,13 +89,15 @@ class SpeculativeDecoder:
         wrong = [i for i in ids if not 0 <= i < self.model.config.vocab]
         if wrong:
             raise ContractError(f"token id {wrong[0]}; allowed are 0..{self.model.config.vocab - 1}")
+        mask = None if allowed is None else self._mask(allowed, [])[None]
+        if mask is not None and not mask.any():
+            raise ContractError(EMPTY.format(0))
         r, base = self.state.open(sampling, allowed), self.state.base
         try:
             base.reserve((r.request, len(ids)))
         except ContractError:
             self.state.close(r)
             raise
-        mask = None if allowed is None else allowed([])[None]
         for start in range(0, len(ids), PREFILL_CHUNK):
             part = list(ids[start : start + PREFILL_CHUNK])
             index = step_index(base, [r.request], part, prefill=True)
@@ -108,14 +113,27 @@ class SpeculativeDecoder:
 
     def step(self, live: Sequence[Speculated], rows: int | None = None) -> list[list[int]]:
         """Draft and verify once: the new tokens of each request, 1 to S + 1. `rows` pads the batch with null rows."""
-        self._reserve(live, rows)
+        self._admit(live, rows)
+        self._reserve(live)
         draft, logits = self.drafter.propose(live, rows or len(live), replay=self.rule == "greedy")
         if self.cost is not None:
             keep = self.statistics.best(self.cost)
             draft = torch.where(torch.arange(draft.shape[1], device=draft.device) < keep, draft, -1)
         return self.verify(live, draft, logits, rows)
 
-    def _reserve(self, live: Sequence[Speculated], rows: int | None) -> None:
+    def _reserve(self, live: Sequence[Speculated]) -> None:
+        self.state.base.reserve(*((r.request, r.request.length + 1 + self.state.drafts) for r in live))
+
+    def _mask(self, allowed, tokens: Sequence[int]) -> Tensor:
+        """What may follow these tokens. Raises ContractError for what is no mask over the vocabulary."""
+        mask, want = allowed(tokens), (self.model.config.vocab,)
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or tuple(mask.shape) != want:
+            found = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+            raise ContractError(f"the mask behind {len(tokens)} tokens is {found}; allowed is torch.bool {want}")
+        return mask
+
+    def _admit(self, live: Sequence[Speculated], rows: int | None) -> None:
+        """Raise ContractError for requests that cannot be stepped, or that nothing may follow."""
         if not live or (rows is not None and rows < len(live)):
             raise ContractError(f"{len(live)} requests in {rows} rows: allowed are 1 and more requests that fit")
         bad = [r.accepted for r in live if not 1 <= r.accepted <= 1 + self.state.drafts]
@@ -123,7 +141,9 @@ class SpeculativeDecoder:
             raise ContractError(f"accepted count {bad[0]}; allowed are 1..{1 + self.state.drafts}")
         if any(not r.slots or not r.tokens for r in live) or len({id(r) for r in live}) < len(live):
             raise ContractError("a request is closed, has no token yet, or occurs twice")
-        self.state.base.reserve(*((r.request, r.request.length + 1 + self.state.drafts) for r in live))
+        for r in live:
+            if r.allowed is not None and not self._mask(r.allowed, r.tokens).any():
+                raise ContractError(EMPTY.format(len(r.tokens)))
 
     def verify(self, live: Sequence[Speculated], draft: Tensor, logits: Tensor | None, rows: int | None = None) -> list:
         """Verify drafts [rows, <= S], -1 for padding, against the target; the new tokens of each request.
@@ -143,29 +163,35 @@ class SpeculativeDecoder:
                 raise ContractError(f"draft logits {found}; rule {self.rule} needs them, with shape {want}")
             logits = logits.unflatten(0, draft.shape)
             logits = torch.cat([logits, logits.new_zeros(R, S - draft.shape[1], c.vocab)], 1).flatten(0, 1)
-        self._reserve(live, rows)
+        self._admit(live, rows)
         draft = torch.cat([draft, draft.new_full((R, S - draft.shape[1]), -1)], dim=1)
-        allowed = self._masks(live, draft, R)
+        allowed, limit = self._masks(live, draft)
+        self._reserve(live)
         made = verify_plan(c, R, S, form=self.state.form, rule=self.rule, masked=allowed is not None,
                            taps=self.drafter.taps, rates=self.rates)  # fmt: skip
-        space = self.walk(made, self._index(live, draft, logits, allowed, R))
+        space = self.walk(made, self._index(live, draft, logits, allowed, R) | limit)
         return self._keep(live, draft, space)
 
-    def _masks(self, live, draft, R) -> Tensor | None:
-        """Masks [R * (S + 1), N] along each draft; all true behind a token that is forbidden: nothing gets there."""
+    def _masks(self, live, draft: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Masks [R * (S + 1), N] along each draft, all true behind a token that is forbidden or that nothing may
+        follow, where nothing is kept; and `limit` [R], how many tokens there may be until nothing may follow."""
         if all(r.allowed is None for r in live):
-            return None
-        masks = torch.ones(R, draft.shape[1] + 1, self.model.config.vocab, dtype=torch.bool)
-        for r, drafted, out in zip(live, draft.tolist(), masks, strict=False):
+            return None, {}
+        R, Q = draft.shape[0], draft.shape[1] + 1
+        masks, limit = torch.ones(R, Q, self.model.config.vocab, dtype=torch.bool), [Q] * R
+        for n, (r, drafted) in enumerate(zip(live, draft.tolist(), strict=False)):
             tokens = list(r.tokens)
-            for token, mask in zip([*drafted, -1], out, strict=True):
-                if r.allowed is None:
+            for i in range(Q if r.allowed is not None else 0):
+                mask = self._mask(r.allowed, tokens)
+                if not mask.any():
+                    limit[n] = i  # not 0: `_admit`
                     break
-                mask.copy_(r.allowed(tokens))
-                if token < 0 or not mask[token]:
+                masks[n, i] = mask
+                if i == Q - 1 or drafted[i] < 0 or not mask[drafted[i]]:
                     break
-                tokens.append(token)
-        return masks.flatten(0, 1).to(draft.device)
+                tokens.append(drafted[i])
+        limit = torch.tensor(limit, dtype=i32, device=draft.device)
+        return masks.flatten(0, 1).to(draft.device), dict(limit=limit)
 
     def _index(self, live, draft, logits, allowed, R) -> dict[str, Tensor]:
         state, Q = self.state, 1 + self.state.drafts

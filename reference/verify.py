@@ -182,6 +182,26 @@ def accept_synthetic(draft, target, seed, position, *, rates, num):
     return emit(draft, kept, target.unflatten(0, (len(draft), -1)).gather(1, kept[:, None])[:, 0])
 
 
+END = Stage(
+    "verify.end",
+    "10.3",
+    axes=dict(R="requests", F="tokens per request"),
+    tensors=(
+        index("limit", "R", i32),
+        activation("tokens", "R F", i64, mutated=True),
+        activation("count", "R", i32, mutated=True),
+    ),
+)
+
+
+@END.law
+def end(limit, tokens, count, *, num):
+    """Keep at most limit [R] tokens: a structured output that a draft completes goes on with nothing. What was drawn
+    behind is dropped, after the rule has judged all drafts, so that the distribution of the others stays."""
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    return dict(tokens=torch.where(at < limit[:, None], tokens, -1), count=torch.minimum(count, limit))
+
+
 def synthetic_rate(mean: float, drafts: int) -> float:
     """The equal chance per draft under which 1 + kept drafts have this mean: solves sum_{i<=S} a^i = mean."""
     if not 1 <= mean <= drafts + 1:

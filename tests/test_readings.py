@@ -33,6 +33,7 @@ READINGS = {  # stage: the test that holds it against a formulation of another f
     "verify.accept.standard": "test_verify.py::test_rules_keep_the_targets_distribution",
     "verify.accept.block": "test_verify.py::test_block_equals_the_published_formulas_in_loops",
     "verify.accept.synthetic": "test_verify.py::test_synthetic_lengths_have_their_mean",
+    "verify.end": "test_speculate.py::test_an_end_keeps_the_distribution",
     # Ranks.
     "comm.all_reduce": "test_world.py::test_orders_and_roundings_of_a_sum",
     "comm.reduce_scatter": "test_world.py::test_slices_by_rows_are_ragged_at_the_end",

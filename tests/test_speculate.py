@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_verify import call, chi_square
 
 import golden
 from reference.checkpoint import Checkpoint
@@ -19,6 +20,7 @@ from reference.spec_state import FORMS, SpecState
 from reference.speculate import SpeculativeDecoder
 from reference.stage import ContractError
 from reference.state import DecodeState
+from reference.verify import END
 from reference.weights import RandomCheckpoint, all_weights
 
 small = replace(deep, name="small", layers=5, mla_layers=(3, 4), block=4)  # every kind of layer
@@ -206,6 +208,59 @@ def test_masks_and_sampling_replay_token_for_token(model, form):
 
 
 @pytest.mark.parametrize("rule", ("standard", "block"))
+def test_an_end_keeps_the_distribution(rule):
+    """Words of at most three letters a, b, c that end with c: the chances of all of them, by drawing 40,000 words with
+    drafts of three tokens from another distribution. False alarm 1e-6; a draft that is cut before its c, and not behind
+    it, is another rule, and is seen."""
+    p, q, n = torch.tensor([0.5, 0.4, 0.1]), torch.tensor([0.2, 0.3, 0.5]), 40_000
+    words = [w for k in range(3) for w in itertools.product((0, 1), repeat=k)]
+    words = [(*w, 2) for w in words] + list(itertools.product((0, 1), repeat=3))
+    want = torch.tensor([math.prod(float(p[t]) for t in w) for w in words], dtype=torch.float64)
+    for wrong in (False, True):
+        counts = dict.fromkeys(words, 0)
+        draft = torch.multinomial(q, 3 * n, True, generator=torch.Generator().manual_seed(1)).view(n, 3)
+        ends = (draft == 2).long().cumsum(-1)
+        limit = torch.where(ends[:, -1] > 0, (ends == 0).sum(-1) + 1, 3).int()  # the third letter is the last anyway
+        told = draft.masked_fill(ends > 0, -1) if wrong else draft
+        tokens, count = call(rule, p.log().bfloat16().expand(n, 4, 3), told, q.log().expand(n, 3, 3), torch.arange(n))
+        got = END.call(dict(limit=limit, tokens=tokens, count=count), {}, fused)
+        assert ((got["tokens"] >= 0).sum(-1) == got["count"]).all() and (got["count"] <= limit).all()
+        rest = torch.multinomial(p, 3 * n, True, generator=torch.Generator().manual_seed(2)).view(n, 3)
+        for line, kept, more in zip(got["tokens"].tolist(), got["count"].tolist(), rest.tolist(), strict=True):
+            word = [*line[:kept], *more][:3]
+            counts[tuple(word[: word.index(2) + 1] if 2 in word else word)] += 1
+        found = torch.tensor(list(counts.values()))
+        assert (chi_square(found, want) > 1) == wrong, (wrong, found)
+
+
+class Told(Scripted):
+    """The same drafts with logits, which say nothing."""
+
+    def propose(self, live, rows, *, replay):
+        draft, _ = super().propose(live, rows, replay=replay)
+        return draft, torch.zeros(draft.numel(), small.vocab, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rule", ("greedy", "standard", "block"))
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_follows_where_a_mask_ends(model, form, rule):
+    """A structured output of 12 tokens: drafts go beyond its end, whatever number of them is kept. Then it is refused,
+    as plain decoding refuses it, and nothing changes."""
+    wanted, ends = masked_plain(model, PROMPTS[0], 12, Sampling()), torch.zeros(small.vocab, dtype=torch.bool)
+    lawful = lambda tokens: letters(tokens) if len(tokens) < 12 else ends  # noqa: E731
+    for right in (0, 1, 3, 7):
+        s = speculative(model, form, Told([wanted + [44] * 9], (right,)), rule=rule)
+        r = s.prefill(PROMPTS[0], allowed=lawful)
+        while len(r.tokens) < 12:
+            s.step([r])
+        assert r.tokens == wanted and r.request.length == len(PROMPTS[0]) + 11
+        pages, before = list(r.request.pages), s.state.base.clone()
+        with pytest.raises(ContractError, match="the mask behind 12 tokens allows no token; at least one is needed"):
+            s.step([r])
+        assert r.tokens == wanted and r.request.pages == pages and not s.state.base.changed(before)
+
+
+@pytest.mark.parametrize("rule", ("standard", "block"))
 def test_random_rules_obey_masks_and_replay(model, rule):
     def run(seed, prompts=PROMPTS[:2]):
         picks = [Sampling(1.0, top_k=40, seed=seed + i) for i in range(len(prompts))]
@@ -222,13 +277,7 @@ def test_random_rules_obey_masks_and_replay(model, rule):
 @pytest.mark.parametrize("rule", ("standard", "block"))
 def test_random_rules_at_temperature_zero_are_greedy(model, rule):
     want = plain(model).generate(PROMPTS[:1], 20)
-
-    class Sure(Scripted):
-        def propose(self, live, rows, *, replay):
-            draft, _ = super().propose(live, rows, replay=replay)
-            return draft, torch.zeros(draft.numel(), small.vocab, dtype=torch.float64)
-
-    assert speculative(model, "slots", Sure(want, (7, 1, 3)), rule=rule).generate(PROMPTS[:1], 20) == want
+    assert speculative(model, "slots", Told(want, (7, 1, 3)), rule=rule).generate(PROMPTS[:1], 20) == want
 
 
 def test_synthetic_lengths_and_adaptive_drafting(model):
@@ -272,6 +321,13 @@ def bad_steps():
 
         return call
 
+    def masked(allowed):
+        def call(s, r):
+            r.allowed = allowed
+            s.verify([r], zeros(1, 7), None)
+
+        return call
+
     def closed(s, r):
         twin = replace(r, slots=[])
         s.step([twin])
@@ -289,6 +345,13 @@ def bad_steps():
         (accepted(9), r"accepted count 9; allowed are 1\.\.8"),
         (lambda s, r: s.prefill([]), "at least one token"),
         (lambda s, r: s.prefill([1, 272]), r"token id 272; allowed are 0\.\.271"),
+        (lambda s, r: s.prefill([1], allowed=lambda t: torch.zeros(272, dtype=torch.bool)),
+         "the mask behind 0 tokens allows no token"),
+        (lambda s, r: s.prefill([1], allowed=lambda t: torch.ones(1, 272, dtype=torch.bool)),
+         r"the mask behind 0 tokens is torch\.bool \(1, 272\); allowed is torch\.bool \(272,\)"),
+        (masked(lambda t: torch.ones(272)), r"the mask behind 1 tokens is torch\.float32 \(272,\); allowed is"),
+        (masked(lambda t: [97]), r"the mask behind 1 tokens is \[97\]; allowed is torch\.bool \(272,\)"),
+        (masked(lambda t: torch.zeros(272, dtype=torch.bool)), "the mask behind 1 tokens allows no token"),
         (lambda s, r: s.prefill([1] * 16 * 60), "60 pages wanted for 960 tokens, 58 free"),
         (lambda s, r: [s.prefill([1]) for _ in range(4)], "8 slots wanted, 7 free"),
         (lambda s, r: speculative(s.model, "slots", None, rule="tree"), "rule 'tree' with 0 rates: allowed are greedy"),
