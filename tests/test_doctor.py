@@ -8,10 +8,12 @@ import pytest
 
 from fast.kernel import ARCHS, CAPABILITIES
 from tools import doctor
+from tools.cli import app
 
 H200 = {"index": 0, "name": "H200", "capability": "sm_90", "served": "sm_90a", "free_gib": 139.0}
 A100 = {"index": 0, "name": "A100", "capability": "sm_80", "served": None, "free_gib": 79.0}
-COMMANDS = {"check", "bisect", "order", "generate", "bench", "test", "doctor"}
+COMMANDS = {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
+GPU_ONLY = {"adversary", "bench"}
 
 
 @pytest.fixture
@@ -76,8 +78,8 @@ def test_without_a_gpu(good):
     missing, can = judged({**good, "gpus": [], "cuda": None})
     assert missing == []
     assert can == {
-        "check": "partly", "bisect": "no", "order": "yes", "generate": "partly", "bench": "no", "test": "partly",
-        "doctor": "yes",
+        "check": "partly", "bisect": "partly", "order": "yes", "adversary": "no", "generate": "partly", "bench": "no",
+        "test": "partly", "stand-in": "yes", "traces": "yes", "doctor": "yes",
     }  # fmt: skip
 
 
@@ -86,7 +88,10 @@ def test_what_check_judges_without_a_gpu(good):
     why = doctor.commands(none)["check"]["why"]
     assert "twins in the PTX interpreter" in why and "no twin on a GPU" in why
     assert "no C compiler" in doctor.commands({**none, "compiler": {"path": None, "version": None}})["check"]["why"]
-    assert "could not judge" in doctor.commands(none)["bisect"]["why"]
+    assert "interpreter" in doctor.commands(none)["bisect"]["why"]
+    bare = doctor.commands({**none, "compiler": {"path": None, "version": None}})["bisect"]
+    assert bare["can"] == "no" and "no C compiler" in bare["why"]
+    assert all("could not judge" in doctor.commands(none)[name]["why"] for name in GPU_ONLY)
 
 
 def test_a_gpu_that_is_not_served(good):
@@ -104,8 +109,8 @@ def test_a_gpu_under_a_cpu_build_of_torch(good, monkeypatch):
 @pytest.mark.parametrize(
     "name, stopped",
     [
-        ("torch", {"check", "bisect", "order", "generate", "bench", "test"}),
-        ("nvidia-cutlass-dsl", {"check", "bisect", "order", "generate", "bench", "test"}),
+        ("torch", COMMANDS - {"doctor"}),
+        ("nvidia-cutlass-dsl", COMMANDS - {"doctor", "stand-in", "traces"}),
         ("pytest-xdist", {"test"}),
         ("pytest", {"test"}),
     ],

@@ -190,32 +190,34 @@ def commands(facts: Mapping) -> dict[str, dict]:
     peers = [name for name, found in facts["peers"].items() if not found]
     on = f"on {len(served)} GPU{'s' * (len(served) != 1)}: " + ", ".join(sorted({g["served"] for g in served}))
 
-    def command(needs: Sequence[str], gpu: bool, full: str, without: str | None) -> dict:
+    def command(needs: Sequence[str], gpu: bool, full: str, without: str | None = None, lacks: str = "") -> dict:
         if needs:
             return {"can": "no", "why": f"{', '.join(needs)} missing or broken"}
         if gpu and not served:
             return {
                 "can": "partly" if without else "no",
-                "why": f"{no_gpu}; {without or 'it ends with code 2 (could not judge)'}",
+                "why": f"{no_gpu}{lacks}; {without or 'it ends with code 2 (could not judge)'}",
             }
         return {"can": "yes", "why": full}
 
     interpreter = "twins in the PTX interpreter" if facts["compiler"]["path"] else "no twins, as there is no C compiler"
-    judged = f"the law's roundings, prefill against decode, {interpreter}, order of loads; no twin on a GPU"
+    cpu = "with --device cpu " if facts["gpus"] else ""  # of a GPU that is not served
+    judged = f"{cpu}the law's roundings, prefill against decode, {interpreter}, order of loads; no twin on a GPU"
+    bisected = f"{cpu}{interpreter}" if facts["compiler"]["path"] else None
+    lacks = "" if facts["compiler"]["path"] else ", no C compiler for the PTX interpreter"
     no_order = kernels + ["nvdisasm"] * bool(facts["nvdisasm"]["wrong"])
+    peer = f"peers not installed: {', '.join(peers)}" if peers else "all peers installed"
     tests = sorted(wrong & {"pytest", "pytest-xdist"})
     return {
         "check": command(base + kernels, True, f"twins against the reference {on}", judged),
-        "bisect": command(base + kernels, True, f"layer by layer {on}", None),
-        "order": command(base + no_order, False, f"every kernel for {', '.join(SERVED.values())}; needs no GPU", None),
-        "generate": command(base + kernels, True, f"reference and twins {on}", "the reference alone, on the CPU"),
-        "bench": command(
-            base + kernels,
-            True,
-            f"{on}; " + (f"peers not installed: {', '.join(peers)}" if peers else "all peers installed"),
-            None,
-        ),
+        "bisect": command(base + kernels, True, f"layer by layer {on}", bisected, lacks),
+        "order": command(base + no_order, False, f"every kernel for {', '.join(SERVED.values())}; needs no GPU"),
+        "adversary": command(base + kernels, True, "late producers, hostile memory, a busy neighbour on the first GPU"),
+        "generate": command(base + kernels, True, f"reference and twins {on}", "the reference alone"),
+        "bench": command(base + kernels, True, f"{on}; {peer}"),
         "test": command(base + kernels + tests, True, "all unit tests", "unit tests; those that launch are skipped"),
+        "stand-in": command(base, False, "writes 24 MB to 1 GB; needs no GPU"),
+        "traces": command(base, False, "the law in float64 and its two roundings, on the CPU"),
         "doctor": {"can": "yes", "why": "this report"},
     }
 
@@ -244,7 +246,7 @@ def render(facts: Mapping) -> str:
     if not facts["gpus"]:
         rows.append(("GPU", why_no_gpu(facts)))
     rows.append(("nvdisasm", facts["nvdisasm"]["wrong"] or facts["nvdisasm"]["path"]))
-    rows.append(("C compiler", facts["compiler"]["version"] or "none; check interprets no twins without one"))
+    rows.append(("C compiler", facts["compiler"]["version"] or "none; check and bisect interpret no twins without one"))
     for name, found in facts["peers"].items():
         rows.append((f"peer {name}", f"{found or 'not installed'}  ({PEERS[name]})"))
     rows.append(("free", f"{facts['memory_gib']} GiB memory, {facts['disk_gib']} GiB disk, {facts['cores']} cores"))
