@@ -30,7 +30,7 @@ class Explained:
     served_by: str
     kernels: tuple[str, ...]
     state: tuple[str, ...]  # state tensors the unit may change
-    reason: str  # why the law served it, "" for a twin
+    reason: str  # why this implementation
 
 
 class FastDecoder(Decoder):
@@ -64,7 +64,7 @@ class FastDecoder(Decoder):
         self.selection = selection
 
     def explain(self) -> list[Explained]:
-        """Per unit of the last step: which twin ran, with which kernels, what state it may change, why it fell back."""
+        """Per unit of the last step: who served it and why, with which kernels, what state it may change."""
         return self._explained.get(self._last, [])
 
     def units(self, plan: Plan) -> list[Unit]:

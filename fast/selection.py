@@ -19,6 +19,8 @@ from reference.stage import STAGES, TWINS, ContractError, Twin
 
 from .kernel import device_arch, launch
 
+KINDS = (dict(kda="KDA", mla="MLA"), dict(mlp="a dense MLP", moe="a mixture of experts"))  # what makes up a layer
+
 
 class Implementation(Protocol):
     """Anything that can serve a span of stages in place of the law."""
@@ -133,9 +135,43 @@ def _stages(target: str, known: Mapping[str, Implementation]) -> frozenset[str]:
     raise ContractError(f"{target!r} is no stage and no twin; twins: {', '.join(known)}; stages: {', '.join(STAGES)}")
 
 
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 4] -> "0-2, 4"."""
+    runs: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join("-".join(map(str, dict.fromkeys(run))) for run in runs)
+
+
+def nowhere(rule: Rule, known: Mapping[str, Implementation], steps: Sequence[Step]) -> str | None:
+    """Why a rule covers none of these steps: what its layers are, and which layers have its stages. None: it covers
+    some. Raises ContractError for an unknown target."""
+    stages = _stages(rule.target, known)
+    if any(rule.covers(s, stages) for s in steps):
+        return None
+    there = [s for s in steps if s.stage.name in stages]
+    if not there:
+        return f"no layer has {rule.target}"
+    layers = {s.layer for s in there} - {None}
+    if not layers:
+        return f"{rule.target} belongs to no layer; allowed without @"
+    first, last = rule.layers
+    kinds = {s.stage.name.partition(".")[0] for s in steps if s.layer is not None and first <= s.layer <= last}
+    asked = f"layer {first} is" if first == last else f"layers {first}-{last} are"
+    what = f"there is no layer {first}"
+    if kinds:
+        what = f"{asked} {' with '.join(' and '.join(told[k] for k in told if k in kinds) for told in KINDS)}"
+    names = dict.fromkeys(s.stage.name for s in there)
+    covers = "" if rule.target in names else f" ({', '.join(names)})"
+    return f"{what}; {rule.target}{covers} is in layer{'s' * (len(layers) > 1)} {ranges(layers)}"
+
+
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive steps served by one implementation (None: the law, always one step) and why the law serves them."""
+    """Consecutive steps served by one implementation (None: the law, always one step) and why it serves them."""
 
     steps: tuple[Step, ...]
     implementation: Implementation | None
@@ -170,25 +206,42 @@ def divide(plan: Plan, selection: Selection, known: Mapping[str, Implementation]
 
 
 def _unit(plan: Plan, i: int, chosen: Sequence[str], known: Mapping[str, Implementation], device: torch.device) -> Unit:
-    steps = plan.steps[i : i + 8]
-    names = tuple(s.stage.name for s in steps)
-    bases = tuple(s.stage.base or s.stage.name for s in steps)  # what a twin of the usual state would match
-    reason = "no twin"
-    spans = [(span, impl) for impl in known.values() for span in impl.spans]
-    for span, impl in sorted(spans, key=lambda c: len(c[0]), reverse=True):
-        n = len(span)
-        if names[:n] != span:
-            if bases[:n] == span:
-                reason = f"{impl.name} has no form for {next(a for a in names if a not in span)}"
-            continue
-        picks = set(chosen[i : i + n])
-        if picks == {impl.name} or (picks == {"fast"} and impl.name in TWINS):
-            reason = impl.unfit(plan, device) or ""
-            if not reason:
-                return Unit(plan.steps[i : i + n], impl)
-        elif "reference" in picks:
-            reason = "selected" if len(picks) == 1 else "another stage of the span is served by the reference"
-    return Unit((plan.steps[i],), None, reason)
+    for span, impl in _spans(known):
+        steps, picks = plan.steps[i : i + len(span)], chosen[i : i + len(span)]
+        if tuple(s.stage.name for s in steps) == span and all(_takes(impl, p) for p in picks):
+            if not impl.unfit(plan, device):
+                return Unit(steps, impl, "no rule says otherwise" if set(picks) == {"fast"} else "selected")
+    return Unit((plan.steps[i],), None, _why_law(plan, i, chosen, known, device))
+
+
+def _spans(known: Mapping[str, Implementation]) -> list[tuple[tuple[str, ...], Implementation]]:
+    """Every span with who serves it, longest first."""
+    return sorted(((span, impl) for impl in known.values() for span in impl.spans), key=lambda c: -len(c[0]))
+
+
+def _takes(impl: Implementation, pick: str) -> bool:
+    return pick == impl.name or (pick == "fast" and impl.name in TWINS)
+
+
+def _why_law(plan: Plan, i: int, chosen: Sequence[str], known: Mapping[str, Implementation], device) -> str:
+    """Why no implementation serves a step: the reason of the longest span, wherever in it the step stands."""
+    if chosen[i] == "reference":
+        return "selected"
+    for span, impl in _spans(known):
+        for first in range(max(0, i - len(span) + 1), i + 1):
+            steps, picks = plan.steps[first : first + len(span)], chosen[first : first + len(span)]
+            names = tuple(s.stage.name for s in steps)
+            if not _takes(impl, chosen[i]) or tuple(s.stage.base or s.stage.name for s in steps) != span:
+                continue  # a base is what a twin of the usual state would match
+            if names != span:
+                return f"{impl.name} has no form for {next(n for n in names if n not in span)}"
+            others = [f"{n}={p}" for n, p in zip(names, picks, strict=True) if not _takes(impl, p)]
+            together = f"{impl.name} serves {', '.join(span)} only together"
+            if others:
+                together += f", and the rules say {', '.join(others)}"
+            unfit = impl.unfit(plan, device)
+            return f"{together}; {unfit}" if others and unfit else unfit or together
+    return "no twin" if chosen[i] == "fast" else f"{chosen[i]} is selected and has no such stage"
 
 
 def span_refs(steps: Sequence[Step], arguments: Iterable[str]) -> dict:

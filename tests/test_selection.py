@@ -6,8 +6,9 @@ import torch
 import fast  # noqa: F401  (registers the twins)
 from equivalence.cases import load_model, make_state
 from equivalence.law_twin import LawTwin
+from equivalence.simt import interpreted
 from fast.decoder import FastDecoder
-from fast.selection import Rule, Selection, divide, span_refs, twins
+from fast.selection import Rule, Selection, divide, nowhere, ranges, span_refs, twins
 from reference.decoder import Decoder
 from reference.plan import plan
 from reference.stage import ContractError
@@ -52,7 +53,44 @@ def test_half_a_span_falls_back_and_says_why(model):
     known = {"law": LawTwin("law", SPAN)}
     selection = Selection.parse("kda.conv=law,kda.recurrence=reference,kda.out_norm=law")
     reasons = {u.key: u.reason for u in divide(plan(model.config, 2), selection, known, torch.device("cpu"))}
-    assert reasons["00.kda.conv"] == "another stage of the span is served by the reference"
+    why = "law serves kda.conv, kda.recurrence, kda.out_norm only together, and the rules say kda.recurrence=reference"
+    assert (reasons["00.kda.conv"], reasons["00.kda.recurrence"], reasons["00.kda.out_norm"]) == (why, "selected", why)
+
+
+def test_a_twin_by_name_and_by_default_is_one_choice(model):
+    """On a device that it serves; elsewhere both reasons are told, also inside of the span."""
+    known = interpreted()
+    for text, why in (("kda.conv=kda.decode", "selected"), ("", "no rule says otherwise")):
+        units = divide(plan(model.config, 2), Selection.parse(text), known, torch.device("cpu"))
+        one = next(u for u in units if u.key == "00.kda.decode")
+        assert (len(one.steps), one.reason) == (3, why)
+    units = divide(plan(model.config, 2), Selection.parse("kda.conv=reference@0"), twins(), torch.device("cpu"))
+    reasons = {u.key: u.reason for u in units}
+    assert "only together, and the rules say kda.conv=reference; device cpu: kernels run" in reasons["00.kda.out_norm"]
+    assert reasons["01.kda.out_norm"].startswith("device cpu: kernels run")
+    known = {"law": LawTwin("law", SPAN)}
+    units = divide(plan(model.config, 2), Selection.parse("*=law"), known, torch.device("cpu"))
+    assert next(u.reason for u in units if u.key == "embed") == "law is selected and has no such stage"
+
+
+@pytest.mark.parametrize("text, why", [
+    ("kda.conv=fast@1", None), ("attn_res=fast@4", None), ("head.norm=reference", None),
+    ("kda.conv=fast@3", "layer 3 is MLA with a mixture of experts; kda.conv is in layers 0-2"),
+    ("kda.decode=fast@3-4", "layers 3-4 are MLA with a mixture of experts; "
+                            "kda.decode (kda.conv, kda.recurrence, kda.out_norm) is in layers 0-2"),
+    ("mlp.down=fast@2-3", "layers 2-3 are KDA and MLA with a mixture of experts; mlp.down is in layer 0"),
+    ("moe.topk=fast@0", "layer 0 is KDA with a dense MLP; moe.topk is in layers 1-4"),
+    ("mla.q_b=fast@5", "there is no layer 5; mla.q_b is in layers 3-4"),
+    ("head.norm=reference@3", "head.norm belongs to no layer; allowed without @"),
+    ("kda.recurrence_bf16=reference", "no layer has kda.recurrence_bf16"),
+])  # fmt: skip
+def test_a_rule_that_covers_nothing_says_which_layers_have_its_stage(model, text, why):
+    (rule,) = Selection.parse(text).rules
+    assert nowhere(rule, twins(), plan(model.config, 1).steps) == why
+
+
+def test_ranges():
+    assert ranges([4, 0, 1, 2, 2, 6, 7]) == "0-2, 4, 6-7" and ranges([]) == ""
 
 
 def test_without_a_gpu_every_twin_says_so(model):
@@ -95,6 +133,7 @@ def test_explain_names_state_and_witness(model):
     assert {e.reason for e in d.explain() if e.key == "00.kda.conv"} == {"prefill is served by the reference"}
     d.decode([request], [65])
     one = next(e for e in d.explain() if e.key == "00.law")
+    assert one.reason == "selected"
     assert (one.stages, one.kernels, one.state) == (SPAN, ("law-fused",), ("conv.0", "recurrent.0"))
     assert {s for e in d.explain() for s in e.stages} == {s.stage.name for s in plan(model.config, 1).steps}
 
