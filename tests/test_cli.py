@@ -10,12 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 from equivalence.cases import SMALL
+from equivalence.simt import compiler
+from fast.decoder import Explained
 from reference.checkpoint import write
 from reference.weights import random_checkpoint_tensors
 from tools.check import Checked, Part, _beside, no_compiler
 from tools.cli import app
 from tools.common import one_line
-from tools.generate import _swap
+from tools.generate import _swap, explained
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
 
@@ -61,12 +63,73 @@ def test_generate_is_replayable_and_swaps(tmp_path):
         made.append(json.loads(file.read_text())["tokens"])
         assert code == 0
     assert made[0] == made[1] and len(made[0]) == 5
-    assert _swap("20:linear=fast@1")[0] == 20 and _swap("linear=fast")[0] == 0
+    assert _swap("20:linear=fast@1", SMALL["tiny"])[0] == 20 and _swap("linear=fast", SMALL["tiny"])[0] == 0
 
 
-def test_bisect_without_a_twin_cannot_judge():
-    code, text, _ = k3("bisect", "--model", "tiny", "--steps", 1, "--prompts", "edge-one-byte")
-    assert code == 2 and "no unit of this plan is served by a twin here" in text
+def test_explain_says_who_serves_each_stage_and_why():
+    """Of a span that is taken apart, of all others, and after a prefill alone."""
+    call = ("generate", "--model", "tiny", "--prompt", "ab", "--explain", "--tokens")
+    code, text, _ = k3(*call, 2, "--swap", "kda.conv=reference@0")
+    lines = {line.split("  ")[1]: " ".join(line.split()) for line in text.splitlines() if line.startswith("  ")}
+    assert code == 0 and lines["kda.conv @0"] == "kda.conv @0 reference selected"
+    assert "only together, and the rules say kda.conv=reference; device cpu: kernels run" in lines["kda.recurrence @0"]
+    assert all("reference device cpu: kernels run on" in lines[f"kda.{s} @1-2"] for s in ("conv", "recurrence"))
+    assert lines["moe.topk @1-4"] == "moe.topk @1-4 reference no twin"
+    _, text, _ = k3(*call, 1)
+    assert "token 0 came from the prefill" in text and "prefill is served by the reference" in text
+    _, text, _ = k3(*call, 2, "--backend", "reference")
+    assert text.count("the reference backend is selected") == text.count("reference  ") > 20
+
+
+def test_explain_names_kernels():
+    units = [Explained(f"{i:02d}.kda.decode", (), "kda.decode", ("k1", "k2"), (), "selected") for i in (0, 1, 4)]
+    made = explained([*units, Explained("embed", (), "reference", (), (), "no twin")])
+    assert [" ".join(line.split()) for line in made] == [
+        "kda.decode @0-1, 4 kda.decode selected (k1, k2)", "embed reference no twin",
+    ]  # fmt: skip
+
+
+BISECT = ("bisect", "--model", "tiny", "--steps", 1, "--prompts", "edge-one-byte")
+
+
+@pytest.mark.skipif(not compiler(), reason="needs a C compiler: cc, gcc or clang on PATH, or $CC")
+def test_bisect_interprets_the_twins(tmp_path):
+    code, text, _ = k3(*BISECT)
+    assert code == 0 and "1 prompts; executed by the PTX interpreter, sm_90a code, not on a GPU" in text
+    file = tmp_path / "found.json"
+    code, text, _ = k3(*BISECT, "--steps", 4, "--fault", "kda.beta@1", "--json", file)
+    found = json.loads(file.read_text())
+    assert (code, found["key"], found["layer"]) == (1, "01.fault:kda.beta", 1) and "not on a GPU" in found["text"]
+    code, text, _ = k3(*BISECT, "--swap", "*=reference")
+    assert code == 2 and "served by a twin here: the rules give all to the reference" in text
+
+
+def test_bisect_without_a_compiler_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr("tools.bisect.compiler", lambda: None)
+    code, text, _ = k3(*BISECT)
+    assert code == 2 and "the PTX interpreter lacks a C compiler" in text and "k3 order" in text
+
+
+def test_help_names_what_may_be_given():
+    assert {"tiny", "[@LAYERS]"} <= set(k3("check", "--help")[1].replace(",", "").replace("TION[", "TION [").split())
+    commands = k3("--help")[1]
+    assert all(f"\n  {name} " in commands for name in report_commands())
+
+
+def report_commands() -> list[str]:
+    return list(json.loads(k3("doctor", "--json", "-")[1])["commands"])
+
+
+@pytest.mark.parametrize("ended, code", [(0, 0), (1, 1), (2, 2), (4, 2), (5, 2), (-9, 2)])
+def test_test_takes_paths_and_its_code_is_ours(monkeypatch, ended, code):
+    calls = []
+    monkeypatch.setattr("tools.cli.subprocess.call", lambda call, **_: calls.append(call[3:]) or ended)
+    for args in ([], ["tests/test_cli.py", "-x"], ["tests/test_cli.py::test_x"], ["-k", "cli"], ["-k", "tests"]):
+        assert k3("test", *args)[0] == code
+    assert calls == [
+        ["tests", "-n", "auto"], ["tests/test_cli.py", "-x"], ["tests/test_cli.py::test_x"], ["tests", "-k", "cli"],
+        ["tests", "-k", "tests"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("args, text", [
@@ -86,6 +149,16 @@ def test_bisect_without_a_twin_cannot_judge():
     (("generate", "--model", "tiny", "--prompt", "x", "--temperature", "-1"), "temperature >= 0"),
     (("bisect", "--model", "tiny", "--on", "logits"), "bisect on 'logits': allowed are outputs, state"),
     (("bisect", "--model", "tiny", "--fault", "kda.none@1"), "fault 'kda.none': allowed are"),
+    (("check", "--swap", "kda.beta@3"), "kda.beta is a fault, which check and bisect take as --fault kda.beta@3"),
+    (("check", "--swap", "kda.conv=reference@3"), "layer 3 is MLA with a mixture of experts; kda.conv is in"),
+    (("check", "--fault", "kda.beta@3"), "fault 'kda.beta@3' matches no stage of mini, whose layers are 0-12: layer 3"),
+    (("bisect", "--swap", "mlp.down=fast@1"), "layer 1 is KDA with a mixture of experts; mlp.down is in layer 0"),
+    (("generate", "--prompt", "x", "--swap", "9:attn_res=reference@13"), "there is no layer 13; attn_res ("),
+    (("generate", "--model", "tiny", "--prompt", "x", "--tokens", 3, "--swap", "3:linear=reference"),
+     "a swap from token 3 on would never come; allowed are tokens 0-2"),
+    (("check", "--prompts", ""), "no prompt is named; allowed are ids and kinds"),
+    (("adversary", "--part", "table, none"), "part 'none': allowed are table, watchdog, kernels, crossval"),
+    (("adversary",), "no CUDA GPU is visible: adversary needs one; `k3 order` and `k3 check` do not"),
     (("order", "--target", "sm_80"), "target 'sm_80': allowed are sm_90a, sm_100a, sm_103a"),
     (("order", "--kernel", "zzz"), "no kernel name contains 'zzz'"),
     (("order", "--scope", "some"), "scope 'some': allowed are forms, batch1, all"),

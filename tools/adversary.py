@@ -43,7 +43,7 @@ def run(parts: Sequence[str], batches: Sequence[int], only: str, repeats: int, s
     if repeats < 1 or not stalls or min(stalls) < 0:
         raise ValueError(f"repeats {repeats}, stalls {list(stalls)}: allowed are 1 or more, and times from 0 on")
     if not torch.cuda.is_available():
-        raise NotImplementedError("no CUDA GPU is visible: the adversary needs one; `k3 order` and `k3 check` do not")
+        raise NotImplementedError("no CUDA GPU is visible: adversary needs one; `k3 order` and `k3 check` do not")
     target = device_arch(torch.device("cuda", 0))
     result = Result()
     if "table" in parts:

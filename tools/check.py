@@ -17,6 +17,7 @@ import torch
 from .common import DISAGREEMENT, EQUAL, UNJUDGED, console, out, serving
 from .common import device as named_device
 from .common import prompts as named_prompts
+from .swaps import refuse_nowhere
 
 ROWS = {"cuda": 16, "cpu": 12}
 TOKENS = {"cuda": 256, "cpu": 8}
@@ -66,6 +67,7 @@ def run(model, prompts, tokens, swap, faults, follow, order, device, require_twi
         raise ValueError(f"follow {follow!r}: allowed are {', '.join(FOLLOW)}")
     where = named_device(device)
     config = load_model(model, str(where))[0].config
+    refuse_nowhere(swap, faults, config)
     serving(swap, faults, config)
     interpreted, tokens = tokens or min(INTERPRETED, 624 // config.layers), tokens or TOKENS[where.type]
     chosen = named_prompts(prompts) if prompts else _shortest_of_each_kind()

@@ -1,6 +1,6 @@
-"""The command line: check, bisect, order, adversary, generate, bench, traces, test, doctor.
+"""Kimi K3 decode, twice: judge the twins against the law, and run them.
 
-Exit codes: 0 equal (or fine), 1 disagreement, 2 could not judge.
+Exit codes: 0 equal (or fine), 1 disagreement, 2 could not judge. `k3 doctor` says what this machine can run.
 """
 
 import os
@@ -15,8 +15,6 @@ from .common import (
     DISAGREEMENT,
     EQUAL,
     JSON,
-    MODEL,
-    PROMPTS,
     UNJUDGED,
     OneLine,
     console,
@@ -27,13 +25,35 @@ from .common import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-app = typer.Typer(cls=OneLine, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+# Plain help: markup would take "[@LAYERS]" for a tag, and its tables cut long words.
+app = typer.Typer(
+    cls=OneLine, add_completion=False, help=__doc__, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+MODEL = typer.Option(
+    "mini",
+    help="mini (trained, 13 layers), deep (93) and tiny (5) with random weights, or a folder in the published layout.",
+)
 
 
-@app.command()
+def _prompts(default: str):
+    told = f"Ids or kinds of golden/prompts/, comma separated (default: {default})."
+    return typer.Option(None, "--prompts", help=told, callback=_named)
+
+
+def _named(text: str | None) -> str | None:
+    if text is not None and not text.strip():
+        raise typer.BadParameter("no prompt is named; allowed are ids and kinds, or leave it out")
+    return text
+
+
+SHORTEST = "the shortest of each kind"
+
+
+@app.command(short_help="Do the twins equal the reference on real prompts?")
 def check(
-    model: str = MODEL, prompts: str = PROMPTS,
-    tokens: int = typer.Option(None, min=1, help="Decoded tokens per prompt."),
+    model: str = MODEL, prompts: str = _prompts(SHORTEST),
+    tokens: int = typer.Option(None, min=1, help="Decoded tokens per prompt (default: what the machine can bear)."),
     swap: str = typer.Option("", help="Which implementation serves what: STAGE=IMPLEMENTATION[@LAYERS], ..."),
     fault: list[str] = typer.Option([], help="Inject a fault: NAME@LAYER (see equivalence/faults.py)."),
     follow: str = typer.Option("reference", help="Trajectory: reference (kernel error) or twin (errors accumulate)."),
@@ -42,7 +62,7 @@ def check(
     checkpoint: str = typer.Option(None, help="Go through this checkpoint folder layer by layer, whatever its size."),
     layers: str = typer.Option(None, help="With --checkpoint: FIRST-LAST, such as 0-11 (default: all)."),
     rank_shapes: str = typer.Option(None, help="With --checkpoint: judge what one rank holds, such as tp8."),
-    rank: int = typer.Option(0, help="With --rank-shapes: which rank."),
+    rank: int = typer.Option(0, help="With --rank-shapes: which rank, from 0."),
     record: str = typer.Option(None, metavar="FILE", help="With --checkpoint: keep what leaves the last layer."),
     recorded: str = typer.Option(None, metavar="FILE", help="With --checkpoint: go on from such a file."),
     device: str = DEVICE, json: str = JSON,
@@ -80,15 +100,17 @@ def _only_with_checkpoint(options: dict) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: allowed only with --checkpoint")
 
 
-@app.command()
+@app.command(short_help="Which layer and stage makes a model run leave the reference?")
 def bisect(
-    model: str = MODEL, prompts: str = PROMPTS, steps: int = typer.Option(32, min=1, help="Decoded tokens per run."),
+    model: str = MODEL, prompts: str = _prompts(f"agent, math; without a GPU {SHORTEST}; the first 8 are taken"),
+    steps: int = typer.Option(None, min=1, help="Decoded tokens per run (default: 32; without a GPU 8)."),
     on: str = typer.Option("outputs", help="What is watched: outputs or state."),
     swap: str = typer.Option("", help="The serving under suspicion: STAGE=IMPLEMENTATION[@LAYERS], ..."),
     fault: list[str] = typer.Option([], help="Inject a fault: NAME@LAYER (see equivalence/faults.py)."),
     device: str = DEVICE, json: str = JSON,
 ):  # fmt: skip
-    """Which layer and stage makes a model run leave the reference? Finds it by swapping twins."""
+    """Which layer and stage makes a model run leave the reference? Finds it by swapping twins; without a GPU these run
+    in the PTX interpreter."""
     with one_line(json):
         from . import bisect as command
 
@@ -126,11 +148,11 @@ def order(
     raise typer.Exit(result.exit_code)
 
 
-@app.command()
+@app.command(short_help="Attack kernels on this GPU: late producers, hostile memory.")
 def adversary(
-    part: str = typer.Option("table,watchdog,kernels,crossval", help="What is judged, comma separated."),
+    part: str = typer.Option("table,watchdog,kernels,crossval", help="What is judged: some of these, comma separated."),
     kernel: str = typer.Option("", help="Only kernels whose name contains this."),
-    batch: str = typer.Option("1,3,64", help="Batch sizes."),
+    batch: str = typer.Option("1,3,64", help="Batch sizes, 1 to 64."),
     repeats: int = typer.Option(20, min=1, help="Attacks of each poison and stall."),
     stall: list[int] = typer.Option([0, 2, 10, 100, 1000], min=0, help="Stalls of the producer, in us; repeatable."),
     json: str = JSON,
@@ -139,7 +161,9 @@ def adversary(
     with one_line(json):
         from . import adversary as command
 
-        result = command.run(part.split(","), whole_numbers(batch, "batch"), kernel, repeats, stall)
+        result = command.run(
+            [p.strip() for p in part.split(",")], whole_numbers(batch, "batch"), kernel, repeats, stall
+        )
         write_json(result.as_dict(), json)
     raise typer.Exit(result.exit_code)
 
@@ -147,12 +171,18 @@ def adversary(
 @app.command()
 def generate(
     prompt: str = typer.Option(None, help="Text to go on from."),
-    prompt_id: str = typer.Option(None, help="A stored prompt instead."),
-    tokens: int = typer.Option(256, min=1), model: str = MODEL, device: str = DEVICE,
+    prompt_id: str = typer.Option(None, help="A prompt of golden/prompts/ instead, by its id."),
+    tokens: int = typer.Option(256, min=1, help="Generated tokens, at most."), model: str = MODEL, device: str = DEVICE,
     backend: str = typer.Option("latency_specialized", help="latency_specialized or reference."),
-    swap: list[str] = typer.Option([], help="[TOKEN:]STAGE=IMPLEMENTATION[@LAYERS]; from that token on."),
-    temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
-    explain: bool = typer.Option(False, help="Say afterwards which twin served what, and why not."), json: str = JSON,
+    swap: list[str] = typer.Option(
+        [], help="[TOKEN:]STAGE=IMPLEMENTATION[@LAYERS]; from that token (from 0) on; repeatable."
+    ),
+    temperature: float = typer.Option(0.0, help="0: the likeliest token."),
+    top_k: int = typer.Option(0, help="Draw from this many tokens; 0: from all."),
+    top_p: float = typer.Option(1.0, help="Draw from the likeliest that have this probability together."),
+    seed: int = typer.Option(0, help="Of the draws."),
+    explain: bool = typer.Option(False, help="Say afterwards who served each stage of the last step, and why."),
+    json: str = JSON,
 ):  # fmt: skip
     """Generate text, swapping implementations between tokens."""
     with one_line(json):
@@ -165,10 +195,10 @@ def generate(
         write_json(result, json)
 
 
-@app.command()
+@app.command(short_help="Our twins, their peers and the memory floor, on this GPU.")
 def bench(
     stage: str = typer.Option("", help="Only stages whose name contains this."),
-    tokens: str = typer.Option("1,2,4,8,16,32,64", help="Batch sizes."),
+    tokens: str = typer.Option("1,2,4,8,16,32,64", help="Batch sizes, 1 to 64."),
     save: bool = typer.Option(True, help="Write the rows to tools/bench/results/."), json: str = JSON,
 ):  # fmt: skip
     """Our twins, their peers and the memory floor, side by side on this GPU."""
@@ -181,14 +211,15 @@ def bench(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def test(context: typer.Context):
-    """The unit tests (pytest tests/); further arguments go to pytest."""
+    """The unit tests (pytest tests/); further arguments go to pytest. 0: passed, 1: some failed, 2: none were run."""
     arguments = context.args or ["-n", "auto"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a worker per core already
-    call = [sys.executable, "-m", "pytest", "tests", *arguments]
-    raise typer.Exit(subprocess.call(call, cwd=ROOT, env=environment))
+    named = any((ROOT / a.partition("::")[0]).exists() and ("/" in a or a.endswith(".py")) for a in arguments)
+    call = [sys.executable, "-m", "pytest", *([] if named else ["tests"]), *arguments]
+    raise typer.Exit({0: EQUAL, 1: DISAGREEMENT}.get(subprocess.call(call, cwd=ROOT, env=environment), UNJUDGED))
 
 
-@app.command()
+@app.command(short_help="Write a checkpoint whose weights break kernels.")
 def stand_in(
     folder: str = typer.Argument(help="A new or empty folder."),
     shape: str = typer.Option("short", help="short (13 layers), deep (93), rank (true widths of one of 8 ranks)."),
@@ -203,7 +234,7 @@ def stand_in(
         write_json(result, json)
 
 
-@app.command()
+@app.command(short_help="What the law makes of fixed prompts, against the record.")
 def traces(write: bool = typer.Option(False, help="Keep what the law makes now."), json: str = JSON):
     """What the law makes of fixed prompts, against the recorded traces: 0 the same, 1 changed."""
     with one_line(json):

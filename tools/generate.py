@@ -6,20 +6,21 @@ import re
 import sys
 
 from fast.decoder import FastDecoder
-from fast.selection import Selection
+from fast.selection import Selection, ranges
 from reference.decoder import Sampling
 from reference.stage import ContractError
 from reference.state import DecodeState
 
 from .common import check_swaps, out, prompts
 from .common import device as named_device
+from .swaps import refuse_nowhere
 from .tokenizer import BYTE_LEVEL
 
 PAGE = 16
 
 
 def run(prompt, prompt_id, tokens, model, device, backend, swaps, sampling, explain, quiet) -> dict:
-    """Returns prompt, text, tokens, the selection after each swap, and what served the last token."""
+    """Returns prompt, text, tokens, the step that made the last one, and what served that step and why."""
     from equivalence.cases import load_model
 
     where = named_device(device)
@@ -30,7 +31,11 @@ def run(prompt, prompt_id, tokens, model, device, backend, swaps, sampling, expl
     if config.bos != BYTE_LEVEL:
         raise ContractError(f"generate speaks bytes; {config.name} has bos = {config.bos}, allowed is {BYTE_LEVEL}")
     ids = prompts(prompt_id)[0].tokens(config) if prompt_id else [config.bos, *os.fsencode(prompt)]
-    schedule = sorted((_swap(text) for text in swaps), key=lambda s: s[0])
+    schedule = sorted((_swap(text, config) for text in swaps), key=lambda s: s[0])
+    if schedule and schedule[-1][0] >= tokens:
+        raise ContractError(
+            f"a swap from token {schedule[-1][0]} on would never come; allowed are tokens 0-{tokens - 1}"
+        )
     pages = -(-(len(ids) + tokens) // PAGE) + 2
     decoder = FastDecoder(
         loaded, DecodeState(config, slots=2, pages=pages, page_size=PAGE, device=where), backend=backend
@@ -51,17 +56,32 @@ def run(prompt, prompt_id, tokens, model, device, backend, swaps, sampling, expl
         token = int(decoder.decode([request], [token], [chosen]).act["tokens"])
     if not quiet:
         shown.end()
-    served = [vars(e) for e in decoder.explain()]
-    if explain and not quiet:
-        out.print()
-        for e in served:
-            out.print(f"{e['key']:24s} {e['served_by']:12s} {' '.join(e['kernels']) or e['reason']}")
-    text = bytes(t for t in made if t < 256).decode("utf-8", "replace")
+    served, step = decoder.explain(), "the prefill of the prompt" if len(made) == 1 else "a decode step of one row"
     if not quiet:
         out.print()
+        if schedule:
+            out.print(f"the text ended at token {len(made) - 1}, before the swap at token {schedule[0][0]}")
+    if explain and not quiet:
+        out.print("\n".join([f"token {len(made) - 1} came from {step}, served by", *explained(served)]), markup=False)
+    text = bytes(t for t in made if t < 256).decode("utf-8", "replace")
     return dict(
-        prompt=bytes(t for t in ids if t < 256).decode("utf-8", "replace"), text=text, tokens=made, served=served
-    )
+        prompt=bytes(t for t in ids if t < 256).decode("utf-8", "replace"), text=text, tokens=made, step=step,
+        served=[vars(e) for e in served],
+    )  # fmt: skip
+
+
+def explained(served: list) -> list[str]:
+    """A line for each stage or twin and reason: which layers, who serves it there, with which kernels, and why."""
+    groups: dict[tuple, list[str]] = {}
+    for e in served:
+        layer, _, name = e.key.partition(".")
+        name, layers = (name, [layer]) if layer.isdigit() else (e.key, [])
+        groups.setdefault((name, e.served_by, e.kernels, e.reason), []).extend(layers)
+    return [
+        f"  {name + (f' @{ranges(map(int, layers))}' if layers else ''):32} {by:12} {reason}"
+        + (f" ({', '.join(kernels)})" if kernels else "")
+        for (name, by, kernels, reason), layers in groups.items()
+    ]
 
 
 class Shown:
@@ -84,6 +104,8 @@ class Shown:
             self.stream.flush()
 
 
-def _swap(text: str) -> tuple[int, Selection]:
-    m = re.match(r"(\d+):(.*)", text)
-    return (int(m[1]), Selection.parse(m[2])) if m else (0, Selection.parse(text))
+def _swap(text: str, config) -> tuple[int, Selection]:
+    m = re.fullmatch(r"([0-9]{1,9}):(.*)", text)
+    start, rules = (int(m[1]), m[2]) if m else (0, text)
+    refuse_nowhere(rules, [], config)
+    return start, Selection.parse(rules)
