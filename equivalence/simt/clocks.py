@@ -67,8 +67,9 @@ class Clocks:
 
     def meet(self, I) -> None:
         """A barrier of these lanes of one cluster: afterwards each knows what any of them knew."""
-        self.row[I] = self.row[I].max(0)
-        self.seen[I] = self.seen[I].any(0)
+        lanes = slice(I[0], I[-1] + 1) if I[-1] - I[0] + 1 == len(I) else I  # a view, where they follow each other
+        self.row[lanes] = self.row[lanes].max(0)
+        self.seen[lanes] = self.seen[lanes].any(0)
         lanes = I.tolist() if self.far or self.released or self.acquired else []
         if far := [(self.far[i], self.seen[I[0]]) for i in lanes if i in self.far]:
             self.far.update(dict.fromkeys(lanes, merged(*far)[0]))
@@ -99,26 +100,24 @@ class Clocks:
                 self.far[lane] = {c: _fenced(row, r) for c, row in self.far[lane].items()}
         self.tick(I)
 
-    def unordered(self, I, actor, epoch, need, proxy=0, together: bool = False):
-        """Which accesses (lane `actor` of this grid at `epoch`) lane I does not know, of those in the mask `need`.
+    def unordered(self, I, actor, epoch, proxy=0, together: bool = False):
+        """Which accesses (lane `actor` of this grid at `epoch`) lane I does not know; one of each per element.
 
-        actor, epoch, need: [len(I), cells]. proxy: a row of the clocks. together: I are the first
-        lanes of warps, and what any lane of the warp knows counts.
+        proxy: a row of the clocks. together: I are the first lanes of warps, and what any lane of the warp knows
+        counts.
         """
-        if not need.any():
-            return need
-        same = actor // self.width == self.cluster[I][:, None]
-        local, r = np.where(need & same, actor % self.width, 0), proxy
+        local, r = actor % self.width, proxy
         if together:
-            rows = self.row[I[:, None] + np.arange(32)].max(1)
-            out = rows[np.arange(len(I))[:, None], r, local] < epoch
+            column, index = np.unique(local, return_inverse=True)
+            warps, which = np.unique(I, return_inverse=True)
+            rows = self.row[warps[:, None, None] + np.arange(32)[:, None], r, column].max(1)
+            out = rows[which, index] < epoch
         else:
-            out = self.row[I[:, None], r, local] < epoch
-        if (other := need & ~same).any():
-            for k, c in np.argwhere(other).tolist():
-                row = self.far.get(int(I[k]), {}).get(int(actor[k, c]) // self.width)
-                out[k, c] = row is None or row[r, actor[k, c] % self.width] < epoch[k, c]
-        return out & need
+            out = self.row[I, r, local] < epoch
+        for k in np.flatnonzero(actor // self.width != self.cluster[I]).tolist():
+            row = self.far.get(int(I[k]), {}).get(int(actor[k]) // self.width)
+            out[k] = row is None or row[r, local[k]] < epoch[k]
+        return out
 
     def knows(self, lane: int, actor: int, epoch: int, rows) -> bool:
         """Whether a lane knows of one of its cluster at `epoch`, by any of these rows of the clocks."""

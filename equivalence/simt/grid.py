@@ -21,6 +21,8 @@ SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 class Grid:
     """Lanes are numbered CTA by CTA, whole warps; CTAs of a cluster follow each other."""
 
+    operations = OPERATIONS
+
     def __init__(self, machine, index: int, kernel, code: Code, free: set[int], tensors):
         self.machine, self.index, self.kernel, self.code, self.name = machine, index, kernel, code, kernel.name
         self.threads = int(np.prod(kernel.block))
@@ -160,7 +162,7 @@ class Grid:
                 if not len(I):
                     continue
             self.line = op.line
-            OPERATIONS[op.kind](self, op, I)
+            self.operations[op.kind](self, op, I)
 
     # ---- operands
 

@@ -67,6 +67,10 @@ class Machine:
         names = [(spans([t])[0], a.name) for a, t in bound]
         self.races = Races(self, names, len(launches)) if self.watch_races else None
         self.grids = [Grid(self, i, kernel, *code(ptx), tensors) for i, (kernel, ptx, tensors) in enumerate(launches)]
+        self.finish_all()
+
+    def finish_all(self) -> None:
+        """Run `grids` to their end and write their memory back. Raises Fault."""
         with np.errstate(all="ignore"):
             self._run()
         self.arena.write_back()

@@ -94,6 +94,8 @@ class Races:
         g.shadow = g.clocks = None
 
     def _owner(self, actor):
+        if len(self.begun) == 1:
+            return np.full(np.shape(actor), self.begun[0])
         return np.array(self.begun)[np.searchsorted(self.bases, actor, "right") - 1]
 
     # ---- accesses
@@ -150,7 +152,7 @@ class Races:
             dirty = flight.dirty[name][ws]
             if dirty.any():
                 first = int(dirty[dirty != 0][0])
-                self._report(
+                self.report(
                     "register written, then wgmma without wgmma.fence", g, max(first, 0), op.line, f"register {name}"
                 )
         for name in flight.names(op)[len(op.out) :]:
@@ -169,16 +171,16 @@ class Races:
         flight = g.flight
         if (write or name in flight.sums) and flight.uses[name][ws].any():
             first = int(flight.user[name][ws].max())
-            self._report(f"register of an unfinished wgmma, then {'write' if write else 'read'}", g, first, line,
+            self.report(f"register of an unfinished wgmma, then {'write' if write else 'read'}", g, first, line,
                          f"register {name}")  # fmt: skip
 
     def barrier_used(self, g, op, lane: int, made: tuple, offset: int) -> None:
         """Who uses an mbarrier for the first time must know that it was initialised. made: lane, clock, PTX line."""
         if not g.clocks.knows(lane, made[0], made[1], (0, ROWS["mbarrier"])):
             where = f"shared memory + {offset % g.smem_bytes}"
-            self._report("mbarrier.init, then use", g, made[2], op.line, where)
+            self.report("mbarrier.init, then use", g, made[2], op.line, where)
 
-    def _report(self, kind: str, g, first: int, line: int, where: str) -> None:
+    def report(self, kind: str, g, first: int, line: int, where: str) -> None:
         if (key := (kind, g.index, first, line)) not in self._known:
             self._known.add(key)
             self.reports.append(Race(kind, (g.name, first), (g.name, line), where))
@@ -189,20 +191,27 @@ class Races:
         return self.memory if space == "global" else g.shadow
 
     def _unordered(self, g, I, actor, epoch, row=0, entry=False, together=False):
-        """Which accesses nothing orders before lanes I now (or before kernel entry). actor: lane + 1, 0 for none."""
-        known = actor > 0
-        if not known.any():
-            return known
-        lane = np.maximum(actor - 1, 0)
+        """Which accesses nothing orders before lanes I now (or before kernel entry).
+
+        actor, epoch: [..., len(I), cells]; actor is lane + 1, 0 for none. together: I are first lanes of warps, and
+        what any lane of the warp knows counts.
+        """
+        out = np.zeros(actor.size, bool)
+        known = np.flatnonzero(actor)
+        if not len(known):
+            return out.reshape(actor.shape)
+        who = known // actor.shape[-1] % len(I)
+        lane, at = actor.ravel()[known] - 1, epoch.ravel()[known]
         owner = self._owner(lane)
-        same = known & (owner == g.index)
-        seen = g.entry[owner] if entry else g.clocks.seen[I[:, None], owner]
-        if together:
-            seen = g.clocks.seen[I[:, None] + np.arange(32)].any(1)[np.arange(len(I))[:, None], owner]
-        out = known & ~same & ~seen
+        same = owner == g.index
         if entry:
-            return out | same
-        return out | g.clocks.unordered(I, lane - g.base, epoch, same, row, together)
+            bad = same | ~g.entry[owner]
+        else:
+            seen = g.clocks.seen[I[:, None] + np.arange(32)].any(1) if together else g.clocks.seen[I]
+            bad = ~same & ~seen[who, owner]
+            bad[same] = g.clocks.unordered(I[who[same]], lane[same] - g.base, at[same], row, together)
+        out[known] = bad
+        return out.reshape(actor.shape)
 
     def _check_read(self, g, s, I, cells, line, strong=False, row=0, entry=False, together=False) -> None:
         w = s.write
@@ -239,14 +248,13 @@ class Races:
         bad = self._unordered(g, I, w.actor[cells], w.epoch[cells]) & ~(strong & w.strong[cells])
         self._tell("write, then write", g, s, bad, w, cells, line, I)
         self._unfenced("write", g, s, I, cells, line, row, False, bad)
-        for slot in range(s.readers):
-            at = cells + slot * s.cells
-            late = self._unordered(g, I, s.reads.actor[at], s.reads.epoch[at]) & ~(strong & s.reads.strong[at])
-            self._tell("read, then write", g, s, late, s.reads, at, line, I)
-            if row and s is g.shadow:
-                actor = np.where(late, 0, s.reads.actor[at])
-                unfenced = self._unordered(g, I, actor, s.reads.epoch[at], row)
-                self._tell(f"generic read, then asynchronous write {UNFENCED}", g, s, unfenced, s.reads, at, line, I)
+        at = cells + np.arange(s.readers)[:, None, None] * s.cells
+        late = self._unordered(g, I, s.reads.actor[at], s.reads.epoch[at]) & ~(strong & s.reads.strong[at])
+        self._tell("read, then write", g, s, late, s.reads, at, line, I)
+        if row and s is g.shadow:
+            actor = np.where(late, 0, s.reads.actor[at])
+            unfenced = self._unordered(g, I, actor, s.reads.epoch[at], row)
+            self._tell(f"generic read, then asynchronous write {UNFENCED}", g, s, unfenced, s.reads, at, line, I)
         self._tell(f"{IN_FLIGHT}, then write", g, s, s.pending[cells], w, cells, line, I)
         self._tell("operand that nobody waited for, then write", g, s, s.using[cells] > 0, s.user, cells, line, I)
         me = np.broadcast_to(g.base + I[:, None], cells.shape)
@@ -264,11 +272,13 @@ class Races:
 
     def _take(self, g, op, I, cells) -> None:
         s = g.shadow
-        np.add.at(s.using, cells, 1)
+        for one in cells:
+            s.using[one] += 1
         s.user.put(cells, g.base + I[:, None], g.clocks.now(I)[:, None], op.line, False)
 
     def _return(self, g, op, I, cells) -> None:
-        np.subtract.at(g.shadow.using, cells, 1)
+        for one in cells:
+            g.shadow.using[one] -= 1
         self._note_read(g, g.shadow, I, cells, op.line)
 
     def _tell(self, kind, g, s, bad, accesses, cells, line, I) -> None:
