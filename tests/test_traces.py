@@ -172,7 +172,7 @@ def test_the_tool_refuses_a_broken_record(tmp_path, monkeypatch, capsys):
         load("small")
 
 
-def test_records_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch, kept):
+def test_records_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch, kept, capsys):
     """Records that cannot be written are said before any work; one that is cut short leaves the old one."""
     monkeypatch.setattr(traces, "FOLDER", tmp_path / "traces")
     monkeypatch.setattr(traces, "MODELS", {"small": small})
@@ -195,4 +195,7 @@ def test_records_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch, kept):
             main(True)
     assert [f.name for f in (tmp_path / "traces").iterdir()] == ["small.npz"]
     assert (tmp_path / "traces" / "small.npz").read_bytes() == before and main(False) == 1
-    assert main(True) == 0 and main(False) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["small weights (bits): digests that differ 1, allowed is 0", "1 traces changed"]
+    assert main(True) == 0 and capsys.readouterr().out.endswith("1 traces changed; recorded anew: small\n")
+    assert main(False) == 0 and capsys.readouterr().out == "0 traces changed\n"

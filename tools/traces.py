@@ -253,7 +253,7 @@ def main(write: bool, json: str | None = None) -> int:
         changes = compare(name, old, new) if old else []
         found += changes
         for change in changes:
-            out.print(change, markup=False)
+            out.print(str(change), markup=False)
         if write and (changes or not old):
             with replacing(FOLDER / f"{name}.npz") as work, work.open("wb") as file:
                 np.savez_compressed(file, **new)
