@@ -76,9 +76,9 @@ def run(
         recording.write(record, left, checkpoint)
     named = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
     about = dict(mode=f"layer by layer, {follow} leads", model=config.name, weights=f"checkpoint {Path(folder).name}",
-                 layers=f"{first}-{last}", law_alone=alone, shapes=f"rank {rank} of {mesh.tp}" if mesh else "whole",
+                 layers=f"{first}-{last}", shapes=f"rank {rank} of {mesh.tp}" if mesh else "whole",
                  rows=len(hidden.tokens) + 1, requests=len(hidden.tokens), tokens=hidden.decoded,
-                 device=named)  # fmt: skip
+                 device=named) | (dict(law_alone=alone) if alone else {})  # fmt: skip
     parts = [_part(s, s.result(about), about, told) for s in servings] + extra_parts
     if gaps:
         parts.append(_prefill(gaps, min(AGREEING, max(map(len, hidden.tokens)))))
