@@ -11,6 +11,7 @@ from .common import DISAGREEMENT, EQUAL, UNJUDGED, console, out
 PARTS = ("table", "watchdog", "kernels", "crossval")
 GOOD = ("equal", "reproduced")
 WORKERS = 8
+MOST = 64  # rows that twins serve
 
 
 @dataclass
@@ -42,6 +43,8 @@ def run(parts: Sequence[str], batches: Sequence[int], only: str, repeats: int, s
         raise ValueError(f"part {unknown[0]!r}: allowed are {', '.join(PARTS)}")
     if repeats < 1 or not stalls or min(stalls) < 0:
         raise ValueError(f"repeats {repeats}, stalls {list(stalls)}: allowed are 1 or more, and times from 0 on")
+    if max(batches) > MOST:
+        raise ValueError(f"batch {max(batches)}: allowed are 1 to {MOST}")
     if not torch.cuda.is_available():
         raise NotImplementedError("no CUDA GPU is visible: adversary needs one; `k3 order` and `k3 check` do not")
     target = device_arch(torch.device("cuda", 0))

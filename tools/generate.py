@@ -30,7 +30,7 @@ def run(prompt, prompt_id, tokens, model, device, backend, swaps, sampling, expl
         raise ContractError("generate takes either --prompt or --prompt-id")
     if config.bos != BYTE_LEVEL:
         raise ContractError(f"generate speaks bytes; {config.name} has bos = {config.bos}, allowed is {BYTE_LEVEL}")
-    ids = prompts(prompt_id)[0].tokens(config) if prompt_id else [config.bos, *os.fsencode(prompt)]
+    ids = _stored(prompt_id).tokens(config) if prompt is None else [config.bos, *os.fsencode(prompt)]
     schedule = sorted((_swap(text, config) for text in swaps), key=lambda s: s[0])
     if schedule and schedule[-1][0] >= tokens:
         raise ContractError(
@@ -102,6 +102,13 @@ class Shown:
             encoding = self.stream.encoding or "utf-8"  # a terminal that cannot show a character gets a question mark
             self.stream.write(text.encode(encoding, "replace").decode(encoding))
             self.stream.flush()
+
+
+def _stored(name: str):
+    found = prompts(name) if name.strip() else []
+    if len(found) != 1:
+        raise ContractError(f"prompt id {name!r} names {len(found)} prompts; allowed is the id of one")
+    return found[0]
 
 
 def _swap(text: str, config) -> tuple[int, Selection]:

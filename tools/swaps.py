@@ -1,8 +1,9 @@
 """What `--swap` and `--fault` ask for, refused where no layer of the model could give it."""
 
+import re
 from collections.abc import Sequence
 
-from equivalence.faults import inject
+from equivalence.faults import FAULTS, inject
 from fast.selection import Selection, nowhere, twins
 from reference.config import Config
 from reference.plan import plan
@@ -11,6 +12,9 @@ from reference.stage import ContractError
 
 def refuse_nowhere(swap: str, faults: Sequence[str], config: Config) -> None:
     """Raises ContractError for a rule or fault whose layers lack its stage: what they are, and which have it."""
+    for spec in faults:
+        if not re.fullmatch(r"[^@]*(@[0-9]+(-[0-9]+)?)?", spec):
+            raise ContractError(f"fault {spec!r}: the form is NAME[@LAYER[-LAYER]]; names are {', '.join(FAULTS)}")
     steps, selection = plan(config, 1).steps, _parsed(swap)
     known = twins() | inject(faults, Selection())[1]
     for rule in selection.rules:
@@ -31,8 +35,6 @@ def _parsed(swap: str) -> Selection:
     try:
         return Selection.parse(swap)
     except ContractError as error:
-        from equivalence.faults import FAULTS
-
         name = swap.partition("@")[0].strip()
         if name in FAULTS:
             raise ContractError(f"{error}; {name} is a fault, which check and bisect take as --fault {swap}") from None
