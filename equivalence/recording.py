@@ -126,9 +126,9 @@ def read(file: str | Path, checkpoint: Checkpoint) -> Hidden:
         hidden = Hidden(tokens, decoded, layer, held["prefix"], held["delta"], held["blocks"], prompts, meta["passed"])
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise ContractError(f"{file}: broken ({short(str(error))})") from None
-    _check(file, hidden, config)
     if meta["checkpoint"] != identity(checkpoint):
         raise ContractError(f"{file}: recorded with another checkpoint than {checkpoint.folder}")
+    _check(file, hidden, config)
     try:
         same = not layer or hidden.passed == passed(checkpoint, layer - 1)
     except CheckpointError:  # weights fetched in pieces: the shard of the last layer may be gone

@@ -62,9 +62,12 @@ def run(
     if record:
         _check_record(record, last, config)
     hidden, told = _begin(checkpoint, recorded, prompts, tokens, where.type)
-    alone = f"{hidden.layer}-{first - 1}" if hidden.layer < first else None
+    if hidden.layer > first:
+        text = f"{recorded}: its hidden states enter layer {hidden.layer}; allowed is at most the first one judged"
+        raise ContractError(f"{text}, {first}")
+    alone = _span(hidden.layer, first - 1) if hidden.layer < first else None
     if alone:
-        told += f"; layers {alone} by the law alone, not judged"
+        told += f"; layer{'s' * ('-' in alone)} {alone} by the law alone, not judged"
     servings, extra_parts = _servings(where, faults, *chosen)
     check_memory(config, rank_config(config, mesh) if mesh else config, (hidden.layer, last), len(hidden.tokens) + 1,
                  free_bytes(where), str(where))  # fmt: skip
@@ -76,7 +79,7 @@ def run(
         recording.write(record, left, checkpoint)
     named = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
     about = dict(mode=f"layer by layer, {follow} leads", model=config.name, weights=f"checkpoint {Path(folder).name}",
-                 layers=f"{first}-{last}", shapes=f"rank {rank} of {mesh.tp}" if mesh else "whole",
+                 layers=_span(first, last), shapes=f"rank {rank} of {mesh.tp}" if mesh else "whole",
                  rows=len(hidden.tokens) + 1, requests=len(hidden.tokens), tokens=hidden.decoded,
                  device=named) | (dict(law_alone=alone) if alone else {})  # fmt: skip
     parts = [_part(s, s.result(about), about, told) for s in servings] + extra_parts
@@ -93,6 +96,10 @@ def run(
     if record:
         out.print(f"{record} holds the hidden states that enter layer {left.layer}", markup=False)
     return checked
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def parse_mesh(text: str | None, rank: int) -> Mesh | None:
@@ -185,10 +192,8 @@ def _servings(where, faults, selection, extra) -> tuple[list[Serving], list[Part
 def _prefill(gaps: dict[int, float], tokens: int) -> Part:
     """The law's prefill against its decode steps, in float64, as `check.run` says it of a whole model."""
     layer, worst = max(gaps.items(), key=lambda item: item[1])
-    text = (
-        f"output and state of the attention of {len(gaps)} layers over {tokens} tokens differ by {worst:.1e} at most, "
-    )
-    text += f"in layer {layer}, in float64 (allowed {check.AGREE:.0e})"
+    text = f"attention of {len(gaps)} layer{'s' * (len(gaps) > 1)} over {tokens} tokens of a prompt: output and state "
+    text += f"differ by {worst:.1e} at most, in layer {layer}, in float64 (allowed {check.AGREE:.0e})"
     details = dict(gaps={str(layer): gap for layer, gap in gaps.items()}, tokens=tokens)
     return Part("reference, prefill against decode", "equal" if worst <= check.AGREE else "disagreement", text, details)
 
