@@ -157,10 +157,10 @@ def test_the_tool_refuses_a_broken_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(traces, "FOLDER", tmp_path)
     monkeypatch.setattr(traces, "MODELS", {"small": small})
     assert main(False) == 2 and "small.npz: the file is missing" in capsys.readouterr().err
-    assert main(True) == 0 and capsys.readouterr().out == "0 traces changed; recorded anew: small\n"
+    assert main(True) == 0 and capsys.readouterr().out == "0 traces compared, 0 changed; recorded anew: small\n"
     assert main(False, str(tmp_path / "out.json")) == 0
     assert json.loads((tmp_path / "out.json").read_text()) == {"changes": [], "kept": False}
-    assert capsys.readouterr().out.splitlines()[-1] == "0 traces changed"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{len(load('small')['keys'])} traces compared, 0 changed"
     file = tmp_path / "small.npz"
     whole = file.read_bytes()
     for broken in (whole[:1000], b"", b"PK\3\4" + whole[4:2000]):
@@ -196,6 +196,6 @@ def test_records_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch, kept, c
     assert [f.name for f in (tmp_path / "traces").iterdir()] == ["small.npz"]
     assert (tmp_path / "traces" / "small.npz").read_bytes() == before and main(False) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[-2:] == ["small weights (bits): digests that differ 1, allowed is 0", "1 traces changed"]
-    assert main(True) == 0 and capsys.readouterr().out.endswith("1 traces changed; recorded anew: small\n")
-    assert main(False) == 0 and capsys.readouterr().out == "0 traces changed\n"
+    assert said[-2:] == ["small weights (bits): digests that differ 1, allowed is 0", "0 traces compared, 1 changed"]
+    assert main(True) == 0 and capsys.readouterr().out.endswith("0 traces compared, 1 changed; recorded anew: small\n")
+    assert main(False) == 0 and capsys.readouterr().out == f"{len(kept['keys'])} traces compared, 0 changed\n"

@@ -236,7 +236,7 @@ def main(write: bool, json: str | None = None) -> int:
     """Print what changed, and with write=True keep it. 0: nothing changed or it is kept; 1: something changed; 2: a
     record cannot be used. json: where the changes go, as `write_json` takes it. Raises OSError, before any work, for
     records that cannot be written."""
-    found, kept = [], []
+    found, kept, compared = [], [], 0
     if write:
         FOLDER.mkdir(exist_ok=True)
         for name in MODELS:
@@ -252,13 +252,17 @@ def main(write: bool, json: str | None = None) -> int:
         new = record(config)
         changes = compare(name, old, new) if old else []
         found += changes
+        if old and str(old["weights"]) == str(new["weights"]):
+            compared += len({*map(str, old["keys"])} & {*map(str, new["keys"])})
         for change in changes:
             out.print(str(change), markup=False)
         if write and (changes or not old):
             with replacing(FOLDER / f"{name}.npz") as work, work.open("wb") as file:
                 np.savez_compressed(file, **new)
             kept.append(name)
-    out.print(f"{len(found)} traces changed{'; recorded anew: ' + ', '.join(kept) if kept else ''}")
+    out.print(
+        f"{compared} traces compared, {len(found)} changed{'; recorded anew: ' + ', '.join(kept) if kept else ''}"
+    )
     write_json(dict(changes=[asdict(change) for change in found], kept=write), json)
     return int(len(found) > 0 and not write)
 
