@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 from .values import Value
 
@@ -24,8 +25,7 @@ class Unreadable(ValueError):
     """PTX, SASS or a cubin that the checker cannot read. The message names the place and what it expected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """into = a value made from the operands: added up, or one of them (`either`)."""
 
     into: str
@@ -33,8 +33,7 @@ class Move:
     either: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """One access to global memory. kind: load, store, atomic or prefetch. address: operands that add up to it."""
 
     kind: str
@@ -71,9 +70,15 @@ class Inst:
     chip: str = ""
     implies: tuple[tuple[Literal, Literal], ...] = ()  # after it: if the first holds for a lane, so does the second
 
+    def again(self, at: int, source: str) -> "Inst":
+        """The same instruction in another place."""
+        return Inst(
+            at, self.op, self.text, source, self.guard, self.moves, self.writes, self.reads, self.access, self.sync,
+            self.targets, self.falls, self.exits, self.loose, self.doubt, self.chip, self.implies,
+        )  # fmt: skip
 
-@dataclass(frozen=True)
-class Edge:
+
+class Edge(NamedTuple):
     to: int
     when: Literal | None = None  # the path is taken only if this holds
 
@@ -100,6 +105,25 @@ class Program:
         self.blocks = [range(a, b) for a, b in zip(starts, [*starts[1:], len(self.insts)], strict=True)]
         self.block_at = {block.start: n for n, block in enumerate(self.blocks)}
 
+    @cached_property
+    def block_of(self) -> list[int]:
+        """The block of each instruction."""
+        return [n for n, block in enumerate(self.blocks) for _ in block]
+
+    @cached_property
+    def after(self) -> list[list[int]]:
+        """The blocks where control may go from each block."""
+        return [[self.block_at[e.to] for e in self.edges[block[-1]]] for block in self.blocks]
+
+    @cached_property
+    def feeds(self) -> dict[str, set[str]]:
+        """What the values of each register are made from."""
+        found: dict[str, set[str]] = {}
+        for inst in self.insts:
+            for register in inst.writes:
+                found.setdefault(register, set()).update(inst.reads, [inst.guard[0]] if inst.guard else [])
+        return found
+
     def where(self, inst: Inst) -> str:
         return f"PTX {inst.at}" if self.level == "PTX" else f"SASS {inst.at:#06x}"
 
@@ -111,6 +135,9 @@ def link(insts: list[Inst], labels: dict[str, int]) -> list[list[Edge]]:
     """The edges of each instruction. A jump to a label that is not there raises Unreadable."""
     edges: list[list[Edge]] = []
     for i, inst in enumerate(insts):
+        if not inst.targets and inst.falls and not inst.exits:
+            edges.append([Edge(i + 1)] if i + 1 < len(insts) else [])
+            continue
         out = []
         for label in inst.targets:
             if label not in labels:
@@ -131,21 +158,24 @@ def solve(
     join: Callable[[S, S], S],
     enter: Callable[[Edge, S], S] = lambda edge, state: state,
     copy: Callable[[S], S] = lambda state: state,
+    matters: Callable[[Inst], object] = lambda inst: True,
 ) -> Iterator[tuple[int, S]]:
     """Forward data flow to its fixed point: yields (index, state before it) for every instruction that is reached.
 
     step: over one instruction, may change its argument if `copy` makes a fresh one; enter: along one edge; join: where
-    paths meet (must grow to a finite height).
+    paths meet (must grow to a finite height). matters: whether `step` may change anything there; asked once.
     """
     at: list[S | None] = [None] * len(program.blocks)
     at[0] = start
+    steps = {i: inst for i, inst in enumerate(program.insts) if matters(inst)}
+    within = [[steps[i] for i in block if i in steps] for block in program.blocks]
     todo = {0}
     while todo:
         n = min(todo)
         todo.remove(n)
         state = copy(at[n])
-        for i in program.blocks[n]:
-            state = step(program.insts[i], state)
+        for inst in within[n]:
+            state = step(inst, state)
         for edge in program.edges[program.blocks[n][-1]]:
             to = program.block_at[edge.to]
             arrives = enter(edge, state)
@@ -159,4 +189,5 @@ def solve(
         state = copy(at[n])
         for i in block:
             yield i, state
-            state = step(program.insts[i], state)
+            if i in steps:
+                state = step(steps[i], state)

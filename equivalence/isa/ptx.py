@@ -8,6 +8,7 @@ any call, becomes a doubt that the rules report.
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cache
 from pathlib import PurePath
 
 from .program import LOAD, LOCAL_MEMORY, Access, Inst, Literal, Move, Operand, Program, Unreadable, link
@@ -19,6 +20,7 @@ _PIECE = re.compile(
     r"|(?P<label>[\w$]+):(?!:)|(?P<inst>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
 )
 _NAME = re.compile(r"(?<![\w$.%])[%$A-Za-z_][\w$]*")
+_BRACKETS = re.compile(r"[\[{(]")
 _GUARD = re.compile(r"@(!?)([%\w$]+)\s+")
 _FLOAT = re.compile(r"(?:b?f16(?:x2)?|tf32|f32(?:x2)?|f64|e\dm\d(?:x\d)?)$")
 _NO_RESULT = {"bar", "barrier", "bra", "brx", "nanosleep", "call"}  # with a register first that is only read
@@ -50,6 +52,17 @@ class Reader:
         self.jumps: list[tuple[Inst, str, list[str]]] = []  # instruction, label, suffixes of the scopes it can see
         self.tables: dict[str, list[str]] = {}
         self.source = ""
+        # What texts of operands were read as before, in each open scope: all of them, and the registers alone.
+        self.known: list[dict[str, tuple[tuple[Operand, ...], tuple[str, ...]]]] = [{}]
+
+    def open(self) -> None:
+        self.opened += 1
+        self.scopes.append(_Scope(f"@{self.opened}", [], {}))
+        self.known.append({})
+
+    def close(self) -> None:
+        self.scopes.pop()
+        self.known.pop()
 
     def operand(self, name: str) -> Operand | None:
         """A register by its unique name, the address of a variable or parameter, or None for anything else."""
@@ -63,13 +76,19 @@ class Reader:
         return self.parameters.get(name)
 
     def operands(self, text: str) -> tuple[Operand, ...]:
-        return tuple(o for o in map(self.operand, _NAME.findall(text)) if o is not None)
+        return (self.known[-1].get(text) or self._read(text))[0]
 
     def registers(self, text: str) -> tuple[str, ...]:
-        return tuple(o for o in self.operands(text) if isinstance(o, str))
+        return (self.known[-1].get(text) or self._read(text))[1]
+
+    def _read(self, text: str) -> tuple[tuple[Operand, ...], tuple[str, ...]]:
+        found = tuple(o for o in map(self.operand, _NAME.findall(text)) if o is not None)
+        self.known[-1][text] = read = found, tuple(o for o in found if isinstance(o, str))
+        return read
 
     def declare(self, text: str) -> None:
         words = text.split()
+        self.known[-1].clear()
         if words[0] == ".reg":
             for item in text.split(None, 2)[2].split(","):
                 name, _, count = item.strip().partition("<")
@@ -94,7 +113,7 @@ class Reader:
         if m := _GUARD.match(text):
             guard, body = (self.registers(m[2])[0], not m[1]), text[m.end() :]
         op, _, rest = body.partition(" ")
-        parts = op.split(".")
+        parts = _parts(op)
         operands = split(rest)
         inst = Inst(line, op, text, self.source, guard)
         if parts[0] in ("bra", "brx"):
@@ -105,7 +124,7 @@ class Reader:
         elif parts[0] == "call":
             inst.doubt = "the call is not followed"
         _memory(self, inst, parts, operands)
-        inst.sync |= _sync(parts, inst.access)
+        inst.sync = _sync(parts, inst.access.order if inst.access else "")
         inst.chip = _chip(parts)
         result = bool(operands) and not operands[0].startswith("[") and (parts[0] not in _NO_RESULT or "red" in parts)
         inst.reads = tuple(r for o in operands[result:] for r in self.registers(o))
@@ -119,6 +138,8 @@ class Reader:
 
 def split(text: str) -> list[str]:
     """Operands: split at commas outside brackets and braces."""
+    if not _BRACKETS.search(text):
+        return [o for part in text.split(",") if (o := part.strip())]
     out, depth = [""], 0
     for c in text:
         depth += (c in "[{(") - (c in "]})")
@@ -129,22 +150,32 @@ def split(text: str) -> list[str]:
     return [o.strip() for o in out if o.strip()]
 
 
-def _space(parts: list[str]) -> str:
+@cache
+def _parts(op: str) -> tuple[str, ...]:
+    return tuple(op.split("."))
+
+
+@cache
+def _space(parts: tuple[str, ...]) -> str:
     return next((p.partition("::")[0] for p in parts[1:] if p.partition("::")[0] in _SPACES), "generic")
 
 
-def _order(parts: list[str], default: str) -> str:
+@cache
+def _float(parts: tuple[str, ...]) -> bool:
+    return any(map(_FLOAT.match, parts))
+
+
+def _order(parts: tuple[str, ...], default: str) -> str:
     return next((p for p in parts if p in ("relaxed", "volatile", "mmio", "acquire", "release", "acq_rel")), default)
 
 
-def _memory(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) -> None:
+def _memory(reader: Reader, inst: Inst, parts: tuple[str, ...], operands: list[str]) -> None:
     """Set the access (or the doubt) of an instruction that may touch global memory."""
     base, space = parts[0], _space(parts)
     at = reader.operands
 
     def access(kind: str, operand: int, default: str = "weak") -> Access:
-        integer = not any(_FLOAT.match(p) for p in parts)
-        return Access(kind, at(operands[operand]), not ({"nc"} & set(parts)), _order(parts, default), integer)
+        return Access(kind, at(operands[operand]), "nc" not in parts, _order(parts, default), not _float(parts))
 
     off = space in ("shared", "local", "param", "const") or ("async" in parts and space != "global")
     if base in ("ld", "st", "atom", "red") and off:
@@ -171,7 +202,7 @@ def _memory(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) -
         inst.doubt = "an instruction with a memory operand that the checker does not know"
 
 
-def _copy(inst: Inst, parts: list[str], operands: list[str], access) -> None:
+def _copy(inst: Inst, parts: tuple[str, ...], operands: list[str], access) -> None:
     """cp.async, cp.async.bulk (plain and tensor), cp.reduce.async.bulk and the bulk prefetches."""
     if not operands or not any(o.startswith("[") for o in operands) or "mbarrier" in parts[1:3]:
         return  # commit and wait groups, mbarrier arrivals
@@ -186,7 +217,7 @@ def _copy(inst: Inst, parts: list[str], operands: list[str], access) -> None:
         inst.doubt = "a copy between spaces that the checker does not know"
 
 
-def _on_chip(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) -> None:
+def _on_chip(reader: Reader, inst: Inst, parts: tuple[str, ...], operands: list[str]) -> None:
     """Data through shared or local memory: each is one variable, which only grows."""
     memory = f"{_space(parts)} memory"
     if parts[0] != "st":
@@ -197,8 +228,10 @@ def _on_chip(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) 
         inst.moves = (Move(memory, reader.operands(operands[1]) or (NUMBER,)),)
 
 
-def _sync(parts: list[str], access: Access | None) -> frozenset[str]:
-    """What an instruction orders. Fences and flags of one CTA order nothing between CTAs, so they do not count."""
+@cache
+def _sync(parts: tuple[str, ...], order: str) -> frozenset[str]:
+    """What an instruction orders; order: of its access. Fences and flags of one CTA order nothing between CTAs, so they
+    do not count."""
     base, wide = parts[0], "cta" not in parts  # without a scope it is the GPU
     if base == "griddepcontrol":
         return frozenset({"wait" if "wait" in parts else "trigger"})
@@ -206,14 +239,15 @@ def _sync(parts: list[str], access: Access | None) -> frozenset[str]:
         return frozenset({"barrier"})
     if base == "membar" or (base == "fence" and {"acq_rel", "sc"} & set(parts)):
         return frozenset({"acquire", "release"}) if wide else frozenset()
-    if access and wide:
+    if wide:
         return frozenset(
-            {"acquire": {"acquire"}, "release": {"release"}, "acq_rel": {"acquire", "release"}}.get(access.order, ())
+            {"acquire": {"acquire"}, "release": {"release"}, "acq_rel": {"acquire", "release"}}.get(order, ())
         )
     return frozenset()
 
 
-def _chip(parts: list[str]) -> str:
+@cache
+def _chip(parts: tuple[str, ...]) -> str:
     """What an instruction does to shared memory and its barriers (program.CHIP)."""
     base, far = parts[0], "shared::cluster" in parts
     spaces = [p.partition("::")[0] for p in parts if p.partition("::")[0] in ("global", "shared")]
@@ -240,7 +274,7 @@ def _chip(parts: list[str]) -> str:
     return "fence" if base == "fence" and {"proxy", "async"} <= set(parts) and "global" not in parts else ""
 
 
-def _moves(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) -> tuple[Move, ...]:
+def _moves(reader: Reader, inst: Inst, parts: tuple[str, ...], operands: list[str]) -> tuple[Move, ...]:
     """What the registers of the first operand become."""
     base, space = parts[0], _space(parts)
     sources = tuple(o for text in operands[1:] for o in reader.operands(text))
@@ -258,7 +292,7 @@ def _moves(reader: Reader, inst: Inst, parts: list[str], operands: list[str]) ->
         sources = (origin(UNKNOWN),)
     elif base in ("selp", "slct"):
         return tuple(Move(r, reader.operands(", ".join(operands[1:3])) or (NUMBER,), either=True) for r in inst.writes)
-    elif base in ("setp", "mma", "mbarrier") or (base not in ("mov", "shfl") and any(map(_FLOAT.match, parts))):
+    elif base in ("setp", "mma", "mbarrier") or (base not in ("mov", "shfl") and _float(parts)):
         sources = ()
     return tuple(Move(r, sources or (NUMBER,)) for r in inst.writes)
 
@@ -301,12 +335,11 @@ def _body(reader: Reader, text: str, at: int) -> None:
         line = bisect_right(starts, m.end() - 1) + 1
         at = m.end()
         if m["open"]:
-            reader.opened += 1
-            reader.scopes.append(_Scope(f"@{reader.opened}", [], {}))
+            reader.open()
         elif m["close"]:
             if len(reader.scopes) == 1:
                 break
-            reader.scopes.pop()
+            reader.close()
         elif m["loc"]:
             reader.source = f"{PurePath(reader.files.get(m['file'], '?')).name}:{m['line']}"
         elif m["label"]:

@@ -5,19 +5,25 @@ convergence barrier that is not understood becomes a doubt that the rules report
 """
 
 import re
+from functools import cache, lru_cache
 from pathlib import PurePath
 
 from .cubin import Parameters
 from .program import LOAD, LOCAL_MEMORY, Access, Edge, Inst, Move, Operand, Program, Unreadable, link
 from .values import LOADED, NUMBER, UNKNOWN, Value, origin, parameter
 
-_INST = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?)(U?P\w+)\s+)?([A-Z]\w*(?:\.\w+)*)\s*(.*?)\s*;")
+_AT = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
+_INST = re.compile(r"\s+(?:@(!?)(U?P\w+)\s+)?([A-Z]\w*(?:\.\w+)*)\s*(.*?)\s*;")
+_BRACKETS = re.compile(r"[\[{(]")
+_NOTE = re.compile(r"\s*\(\*.*?\*\)")
+_RESULT = re.compile(r"U?R\d+(?:\.reuse)?")
 _LABEL = re.compile(r"\s*([.$\w]+):\s*$")
 _LINE = re.compile(r'\s*//## File "([^"]*)", line (\d+)')
 _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)\b")
 _PREDICATE = re.compile(r"(!?)(U?P(?:\d+|T))$")
 _CONSTANT = re.compile(r"c\[(0x[0-9a-f]+)\]\[(?:(U?R\w+)(?:\.\w+)*\+?)?(-?0x[0-9a-f]+)?\]")
 _TARGET = re.compile(r"\.L_\w+|\$[\w$]+|(?<![\w+-])0x[0-9a-f]+")
+_DOUBLE = re.compile(r"D(?:ADD|MUL|FMA)|F(?:ADD|MUL|FMA)2")
 _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 
 # A first register that is only read, or predicates alone as results.
@@ -48,6 +54,8 @@ _CHIP = {
 
 def _split(text: str) -> list[str]:
     """Operands: split at commas outside brackets and braces."""
+    if not _BRACKETS.search(text):
+        return [o for part in text.split(",") if (o := part.strip())]
     out, depth = [""], 0
     for c in text:
         depth += (c in "[{(") - (c in "]})")
@@ -70,15 +78,26 @@ def _constant(text: str, parameters: Parameters, byte: int = 0) -> Value:
 
 
 def _operand(text: str, parameters: Parameters) -> Operand:
-    if "c[" in text or "cx[" in text:
-        return _constant(text, parameters)
+    return _constant(text, parameters) if "c[" in text or "cx[" in text else _register(text)
+
+
+@lru_cache(1 << 14)
+def _register(text: str) -> Operand:
     m = _REGISTER.search(text)
     return m[1] + m[2] if m else NUMBER
 
 
-def _run(first: str, count: int) -> list[str]:
+@lru_cache(1 << 14)
+def _predicate(text: str) -> tuple[bool, str] | None:
+    """Whether a predicate operand is negated, and its name."""
+    m = _PREDICATE.match(text)
+    return (bool(m[1]), m[2]) if m else None
+
+
+@lru_cache(1 << 14)
+def _run(first: str, count: int) -> tuple[str, ...]:
     kind, number = re.fullmatch(r"(U?R)(\d+)", first).groups()
-    return [f"{kind}{int(number) + i}" for i in range(count)]
+    return tuple(f"{kind}{int(number) + i}" for i in range(count))
 
 
 def _address(memory: str) -> tuple[Operand, ...]:
@@ -91,7 +110,8 @@ def _address(memory: str) -> tuple[Operand, ...]:
     return tuple(out) or (NUMBER,)
 
 
-def _width(parts: list[str]) -> int:
+@cache
+def _width(parts: tuple[str, ...]) -> int:
     """Registers that one result fills."""
     base = parts[0]
     if base == "CS2R":
@@ -100,11 +120,11 @@ def _width(parts: list[str]) -> int:
         return 4 if "4" in parts else 2 if "2" in parts else 1
     if {"128", "256"} & set(parts) or base.endswith("MMA"):
         return 4  # the 256-bit loads name two results of four
-    wide = {"64", "WIDE", "F64"} & set(parts) or re.match(r"D(?:ADD|MUL|FMA)|F(?:ADD|MUL|FMA)2", base)
+    wide = {"64", "WIDE", "F64"} & set(parts) or _DOUBLE.match(base)
     return 2 if wide else 1
 
 
-def _access(inst: Inst, parts: list[str], memory: list[str]) -> Access | None:
+def _access(inst: Inst, parts: tuple[str, ...], memory: list[str]) -> Access | None:
     """The access to global memory, if any; sets the doubt of a memory instruction that is not known."""
     base, kind = parts[0], _KINDS.get(parts[0])
     if base == "CCTL":
@@ -143,7 +163,13 @@ def _slots(memory: str, count: int) -> list[str]:
     return [f"stack+{int(m[1] or '0', 16) + 4 * i}" if m else LOCAL_MEMORY for i in range(count)]
 
 
-def _moves(inst: Inst, parts: list[str], operands: list[str], parameters: Parameters) -> tuple[Move, ...]:
+@cache
+def _results(base: str) -> str:
+    """What an instruction makes: "none" (no register), "float", or "" for what may be an address."""
+    return "none" if _NO_RESULT.fullmatch(base) else "float" if _FLOAT.fullmatch(base) else ""
+
+
+def _moves(inst: Inst, parts: tuple[str, ...], operands: list[str], parameters: Parameters) -> tuple[Move, ...]:
     """What the result registers become."""
     base = parts[0]
     if base == "STL":
@@ -151,12 +177,12 @@ def _moves(inst: Inst, parts: list[str], operands: list[str], parameters: Parame
         values = _run(stored, len(slots)) if isinstance(stored, str) else [stored] * len(slots)
         anywhere = slots[0] == LOCAL_MEMORY  # one variable for all of it, so it only grows
         return tuple(Move(s, (v, s) if anywhere else (v,), anywhere) for s, v in zip(slots, values, strict=True))
-    first = next((i for i, o in enumerate(operands) if not _PREDICATE.match(o)), None)
-    if first is None or _NO_RESULT.fullmatch(base) or not re.fullmatch(r"U?R\d+(?:\.reuse)?", operands[first]):
+    first = next((i for i, o in enumerate(operands) if not _predicate(o)), None)
+    if first is None or not _RESULT.fullmatch(operands[first]) or _results(base) == "none":
         return ()
     results = _run(operands[first].partition(".")[0], _width(parts))
     if "256" in parts and re.fullmatch(r"U?R\d+", operands[first + 1]):
-        results += _run(operands[first + 1], 4)
+        results = results + _run(operands[first + 1], 4)
     rest = operands[first + 1 :]
     if base in ("LDC", "ULDC", "LDCU"):
         return tuple(Move(r, (_constant(rest[0], parameters, 4 * i),)) for i, r in enumerate(results))
@@ -170,17 +196,17 @@ def _moves(inst: Inst, parts: list[str], operands: list[str], parameters: Parame
         sources = (origin(UNKNOWN),)
     elif base in _SELECTS:
         return tuple(Move(r, tuple(_operand(o, parameters) for o in rest[:2]), either=True) for r in results)
-    elif _FLOAT.fullmatch(base):
+    elif _results(base) == "float":
         sources = (NUMBER,)
     else:
         sources = tuple(_operand(o, parameters) for o in rest) or (NUMBER,)
     return tuple(Move(r, sources) for r in results)
 
 
-def _control(inst: Inst, parts: list[str], operands: list[str], rest: str) -> None:
+def _control(inst: Inst, parts: tuple[str, ...], operands: list[str], rest: str) -> None:
     """Set where control goes after a jump, an exit or a call."""
     base = parts[0]
-    conditions = [o for o in operands if _PREDICATE.match(o) and o not in ("PT", "UPT")]
+    conditions = [o for o in operands if o not in ("PT", "UPT") and _predicate(o)]
     if base in ("BRA", "JMP", "BRX", "BRXU", "JMX", "JMXU", "CALL"):
         listed = re.search(r"BRANCH_TARGETS\s+([^\"*]*)", rest)
         direct = operands[-1] if operands and not base.startswith(("BRX", "JMX")) else ""
@@ -196,24 +222,27 @@ def _control(inst: Inst, parts: list[str], operands: list[str], rest: str) -> No
     else:
         return
     if conditions and inst.guard is None and len(conditions) == 1 and not {"DIV", "CONV", "ANY"} & set(parts):
-        m = _PREDICATE.match(conditions[0])
-        inst.guard = m[2], not m[1]
+        negated, name = _predicate(conditions[0])
+        inst.guard = name, not negated
     elif conditions or {"DIV", "CONV", "ANY"} & set(parts):
         inst.loose = True
     inst.falls = inst.guard is not None or inst.loose
 
 
-def _vote(inst: Inst, parts: list[str], operands: list[str]) -> tuple:
+def _vote(inst: Inst, parts: tuple[str, ...], operands: list[str]) -> tuple:
     """VOTE(U).ALL P, Q: where Q fails for a lane, P fails for the warp; .ANY: where Q holds, P holds."""
-    found = [_PREDICATE.match(o) for o in operands if _PREDICATE.match(o) and o.lstrip("!") not in ("PT", "UPT")]
-    if parts[0] not in ("VOTE", "VOTEU") or inst.guard or len(found) != 2 or found[0][1] or len(parts) != 2:
+    if parts[0] not in ("VOTE", "VOTEU") or inst.guard or len(parts) != 2 or parts[1] not in ("ALL", "ANY"):
         return ()
-    voted, asked = found
+    found = [p for o in operands if (p := _predicate(o)) and p[1] not in ("PT", "UPT")]
+    if len(found) != 2 or found[0][0]:
+        return ()
+    (_, voted), (negated, asked) = found
     holds = parts[1] == "ANY"
-    return (((asked[2], holds != bool(asked[1])), (voted[2], holds)),) if parts[1] in ("ALL", "ANY") else ()
+    return (((asked, holds != negated), (voted, holds)),)
 
 
-def _chip(parts: list[str]) -> str:
+@cache
+def _chip(parts: tuple[str, ...]) -> str:
     """What an instruction does to shared memory and its barriers (program.CHIP).
 
     fence.mbarrier_init and fence.proxy.async are one instruction here.
@@ -229,17 +258,42 @@ def _chip(parts: list[str]) -> str:
     return next((does for names, does in _CHIP.items() if re.fullmatch(names, base)), "")
 
 
-def _instruction(m: re.Match, source: str, parameters: Parameters) -> Inst:
-    at, negated, predicate, op, rest = int(m[1], 16), bool(m[2]), m[3], m[4], m[5]
-    inst = Inst(at, op, m[0].split("*/", 1)[1].strip(" ;"), source)
+@cache
+def _parts(op: str) -> tuple[str, ...]:
+    return tuple(op.split("."))
+
+
+class _Known:
+    """Instructions read before, by their text and, where that names a constant bank, by where parameters lie."""
+
+    def __init__(self, most: int):
+        self.most, self.found = most, {}
+
+    def instruction(self, text: str, parameters: Parameters) -> Inst | None:
+        key = (text, parameters) if "c[" in text or "cx[" in text else text
+        if key not in self.found:
+            if len(self.found) >= self.most:
+                self.found.clear()
+            m = _INST.match(text)
+            self.found[key] = _instruction(m, parameters) if m else None
+        return self.found[key]
+
+
+_known = _Known(1 << 15)
+
+
+def _instruction(m: re.Match, parameters: Parameters) -> Inst:
+    negated, predicate, op, rest = bool(m[1]), m[2], m[3], m[4]
+    inst = Inst(0, op, m[0].strip(" ;"))
     if predicate in ("PT", "UPT"):
         if negated:
             return inst  # never executed
     elif predicate:
         inst.guard = predicate, not negated
-    parts, operands = op.split("."), _split(re.sub(r"\s*\(\*.*?\*\)", "", rest))
+    parts, operands = _parts(op), _split(_NOTE.sub("", rest) if "(*" in rest else rest)
     _control(inst, parts, operands, rest)
-    inst.access = _access(inst, parts, [o for o in operands if "[" in o and not re.match(r"[-|~]*cx?\[", o)])
+    memory = [o for o in operands if "[" in o and not re.match(r"[-|~]*cx?\[", o)] if "[" in rest else []
+    inst.access = _access(inst, parts, memory)
     syncs = {"ACQBULK": "wait", "PREEXIT": "trigger", "BAR": "barrier"}
     inst.sync = frozenset({syncs[parts[0]]} if parts[0] in syncs else ())
     inst.chip = _chip(parts)
@@ -248,14 +302,14 @@ def _instruction(m: re.Match, source: str, parameters: Parameters) -> Inst:
     if parts[0] in ("R2P", "R2UP"):
         inst.writes = tuple(f"{'U' * (parts[0] == 'R2UP')}P{i}" for i in range(8))
     elif not inst.targets and not inst.exits:
-        inst.writes = tuple(p[2] for o in operands if (p := _PREDICATE.match(o)) and not p[2].endswith("PT"))
+        inst.writes = tuple(p[1] for o in operands if (p := _predicate(o)) and not p[1].endswith("PT"))
     return inst
 
 
 def _converge(insts: list[Inst], edges: list[list[Edge]], labels: dict[str, int]) -> None:
     """Send every BSYNC to the targets of the BSSYs that reach it; one that none reaches becomes a doubt."""
-    opens = {i: inst.text.replace(",", " ").split() for i, inst in enumerate(insts) if inst.op.split(".")[0] == "BSSY"}
-    closes = {i: inst.text.split()[-1] for i, inst in enumerate(insts) if inst.op.split(".")[0] == "BSYNC"}
+    opens = {i: inst.text.replace(",", " ").split() for i, inst in enumerate(insts) if _parts(inst.op)[0] == "BSSY"}
+    closes = {i: inst.text.split()[-1] for i, inst in enumerate(insts) if _parts(inst.op)[0] == "BSYNC"}
     barriers = {i: next(w for w in words if re.fullmatch(r"B\d+", w)) for i, words in opens.items()}
     for i in closes:
         edges[i] = [e for e in edges[i] if insts[i].guard]
@@ -287,7 +341,7 @@ def _calls(insts: list[Inst], edges: list[list[Edge]]) -> None:
     Whatever registers they write hold numbers afterwards. Any other call becomes a doubt.
     """
     for i, inst in enumerate(insts):
-        if inst.op.split(".")[0] != "CALL" or inst.doubt:
+        if _parts(inst.op)[0] != "CALL" or inst.doubt:
             continue
         seen, todo = set(), [e.to for e in edges[i] if e.to != i + 1]
         while todo:
@@ -315,9 +369,10 @@ def read(sass: str, symbol: str, parameters: Parameters) -> Program:
             inside = line.strip() == f".text.{symbol}:"
         elif not inside:
             continue
-        elif m := _INST.match(line):
-            labels[f"{int(m[1], 16):#x}"] = len(insts)
-            insts.append(_instruction(m, source, parameters))
+        elif (m := _AT.match(line)) and (known := _known.instruction(line[m.end() :], parameters)):
+            at = int(m[1], 16)
+            labels[f"{at:#x}"] = len(insts)
+            insts.append(known.again(at, source))
         elif m := _LABEL.match(line):
             labels[m[1]] = len(insts)
         elif m := _LINE.match(line):

@@ -35,7 +35,7 @@ def parameter(index: int) -> Value:
 
 def join(a: Value, b: Value) -> Value:
     """Either of two values: control flow meets, or a select."""
-    return a if a is b else a | b
+    return a if a is b or a == b else a | b
 
 
 @lru_cache(maxsize=1 << 16)
@@ -62,6 +62,7 @@ def loaded(address: Value) -> Value:
     return frozenset({frozenset(FIRST_LOADED - k for k in through)}) if through else origin(LOADED)
 
 
+@lru_cache(maxsize=1 << 12)
 def parameters(value: Value) -> frozenset[int]:
     """Every parameter that an alternative of the value starts from."""
     return frozenset(t for alternative in value for t in alternative if t >= 0)

@@ -38,8 +38,13 @@ def before_wait(program: Program) -> set[int]:
 
     Guards count: an instruction under a predicate that only waited threads have is not among them.
     """
+    guards = {inst.guard[0] for inst in program if inst.guard}
+
+    def matters(inst: Inst) -> bool:
+        return "wait" in inst.sync or not guards.isdisjoint(inst.writes)
+
     early = set()
-    for i, facts in solve(program, frozenset(), _wait_step, _wait_meet, _wait_enter):
+    for i, facts in solve(program, frozenset(), _wait_step, _wait_meet, _wait_enter, matters=matters):
         guard = program.insts[i].guard
         if facts != WAITED and not (guard and _opposite(guard) in facts):
             early.add(i)
@@ -47,17 +52,35 @@ def before_wait(program: Program) -> set[int]:
 
 
 def reached(program: Program) -> set[int]:
-    return {i for i, _ in solve(program, 0, lambda inst, s: s, lambda a, b: a)}
+    return {i for n in _onward(program, [0]) for i in program.blocks[n]}
+
+
+def _onward(program: Program, blocks: Iterable[int]) -> set[int]:
+    """These blocks and all that control may get to from them."""
+    seen: set[int] = set()
+    todo = list(blocks)
+    while todo:
+        n = todo.pop()
+        if n not in seen:
+            seen.add(n)
+            todo += program.after[n]
+    return seen
 
 
 def syncs_before(program: Program) -> dict[int, tuple[int, ...]]:
     """For every access, the unguarded syncs (all but triggers) that every path to it passes, in program order."""
     order = [i for i, inst in enumerate(program) if inst.sync - {"trigger"} and inst.guard is None]
     bit = {id(program.insts[i]): 1 << n for n, i in enumerate(order)}
-    found = {}
-    for i, passed in solve(program, 0, lambda inst, s: s | bit.get(id(inst), 0), lambda a, b: a & b):
+
+    def step(inst: Inst, passed: int) -> int:
+        return passed | bit[id(inst)]
+
+    found, tuples = {}, {}
+    for i, passed in solve(program, 0, step, lambda a, b: a & b, matters=lambda inst: id(inst) in bit):
         if program.insts[i].access:
-            found[i] = tuple(order[n] for n in range(len(order)) if passed >> n & 1)
+            if passed not in tuples:
+                tuples[passed] = tuple(order[n] for n in range(len(order)) if passed >> n & 1)
+            found[i] = tuples[passed]
     return found
 
 
@@ -95,51 +118,87 @@ def ahead(program: Program, start: Iterable[int], stop=lambda inst: False) -> se
     return seen
 
 
+class Reach:
+    """Where control may go on from an instruction, where some instructions hold it up: sets of instructions as bits."""
+
+    def __init__(self, program: Program, stops: int = 0):
+        """stops: the instructions that control does not pass."""
+        self.program, self.stops = program, stops
+        onward = [self._run(block.start, block.stop) for block in program.blocks]
+        self.into = [bits for bits, _ in onward]  # from the start of each block
+        grown = True
+        while grown:
+            grown = False
+            for n in range(len(onward) - 1, -1, -1):
+                old = self.into[n]
+                for after in program.after[n] if onward[n][1] else ():
+                    self.into[n] |= self.into[after]
+                grown = grown or self.into[n] != old
+
+    def _run(self, start: int, end: int) -> tuple[int, bool]:
+        """The instructions up to the first stop, and whether control passes all of them."""
+        ahead = self.stops >> start & (1 << end - start) - 1
+        passed = ahead & -ahead  # 0: no stop
+        bits = 2 * passed - 1 if passed else (1 << end - start) - 1
+        return bits << start, not passed
+
+    def after(self, i: int) -> int:
+        """Every instruction on a path that goes on from `i`, up to and including the stops."""
+        n = self.program.block_of[i]
+        found, passes = self._run(i + 1, self.program.blocks[n].stop)
+        for after in self.program.after[n] if passes else ():
+            found |= self.into[after]
+        return found
+
+
+def bits(indices: Iterable[int]) -> int:
+    found = 0
+    for i in indices:
+        found |= 1 << i
+    return found
+
+
 def loops(program: Program) -> list[set[int]]:
     """The strongly connected sets of instructions that hold a cycle (an inner loop is part of its outer one)."""
-    inverse: list[list[int]] = [[] for _ in program.insts]
-    for i, out in enumerate(program.edges):
-        for edge in out:
-            inverse[edge.to].append(i)
+    inverse: list[list[int]] = [[] for _ in program.blocks]
+    for n, out in enumerate(program.after):
+        for to in out:
+            inverse[to].append(n)
     order, seen = [], set()
-    for root in range(len(program.insts)):
+    for root in range(len(program.blocks)):
         todo = [(root, 0)] if root not in seen else []
         seen.add(root)
         while todo:
-            i, n = todo.pop()
-            if n < len(program.edges[i]):
-                todo.append((i, n + 1))
-                to = program.edges[i][n].to
+            n, branch = todo.pop()
+            if branch < len(program.after[n]):
+                todo.append((n, branch + 1))
+                to = program.after[n][branch]
                 if to not in seen:
                     seen.add(to)
                     todo.append((to, 0))
             else:
-                order.append(i)
+                order.append(n)
     found, taken = [], set()
     for root in reversed(order):
-        group, todo = set(), [root]
+        group, todo = [], [root]
         while todo:
-            i = todo.pop()
-            if i not in taken:
-                taken.add(i)
-                group.add(i)
-                todo += inverse[i]
-        if len(group) > 1 or any(e.to == root for e in program.edges[root]):
-            found.append(group)
+            n = todo.pop()
+            if n not in taken:
+                taken.add(n)
+                group.append(n)
+                todo += inverse[n]
+        if len(group) > 1 or (group and root in program.after[root]):
+            found.append({i for n in group for i in program.blocks[n]})
     return found
 
 
 def decides(program: Program, guards: Iterable[str]) -> set[str]:
     """The registers whose values reach one of the given predicates (PTX: over all assignments, in any order)."""
-    feeds: dict[str, set[str]] = {}
-    for inst in program:
-        for register in inst.writes:
-            feeds.setdefault(register, set()).update(inst.reads, [inst.guard[0]] if inst.guard else [])
     found: set[str] = set()
     todo = list(guards)
     while todo:
         name = todo.pop()
         if name not in found:
             found.add(name)
-            todo += feeds.get(name, ())
+            todo += program.feeds.get(name, ())
     return found

@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from ..isa.program import Inst
 from ..isa.values import on_chip, parameters
-from .paths import ahead
+from .paths import Reach, bits
 from .rules import ERROR, Case, Finding, View
 
 BARRIERS = {"barrier": "barrier", "cluster arrive": "cluster wait"}  # what publishes: what acquires
@@ -64,12 +63,10 @@ CROSSINGS = (
 def crossings(case: Case) -> Iterator[Finding]:
     """R11: between an ordinary access of shared memory and an asynchronous one stands a fence."""
     for view in case.views:
-        done: dict[str, list[int]] = {}
-        for i in sorted(view.reached):
-            done.setdefault(_does(view, i), []).append(i)
-        for crossing in CROSSINGS:
-            if view.program.level in crossing.levels:
-                yield from _unfenced(case, view, done, crossing)
+        if crossings not in view.memo:
+            view.memo[crossings] = list(_unfenced(view))
+        for u, text in view.memo[crossings]:
+            yield case.finding("R11", ERROR, view, u, parameters(view.values.get(u, frozenset())), text)
 
 
 def _does(view: View, i: int) -> str:
@@ -80,34 +77,43 @@ def _does(view: View, i: int) -> str:
     return {"store": "write", "atomic": "write", "load": "look"}.get(inst.access.kind, "")
 
 
-def _unfenced(case: Case, view: View, done: dict[str, list[int]], crossing: Crossing) -> Iterator[Finding]:
+def _unfenced(view: View) -> Iterator[tuple[int, str]]:
+    """Instructions that may follow too early, and what is wrong."""
+    done: dict[str, list[int]] = {}
+    for i in sorted(view.reached):
+        done.setdefault(_does(view, i), []).append(i)
+    free = Reach(view.program)
+    for crossing in CROSSINGS:
+        later = [i for name in crossing.then for i in done.get(name, ())]
+        if view.program.level in crossing.levels and later:
+            yield from _crossed(view, done, crossing, later, free)
+
+
+def _crossed(view: View, done: dict, crossing: Crossing, later: list[int], free: Reach) -> Iterator[tuple[int, str]]:
     program, insts = view.program, view.program.insts
-    later = [i for name in crossing.then for i in done.get(name, ())]
-    if not later:
-        return
-
-    def beyond(start: int, guard=None) -> frozenset[int]:
-        """Where a thread gets from `start` without what must stand between."""
-
-        def stop(inst: Inst) -> bool:
-            return inst.chip in crossing.between and inst.guard in (None, guard)
-
-        return frozenset(j for j in ahead(program, [start], stop) if not stop(insts[j]))
+    between = [i for i, inst in enumerate(insts) if inst.chip in crossing.between]
 
     @cache
-    def anywhere(start: int) -> frozenset[int]:
-        return frozenset(ahead(program, [start]))
+    def under(guard) -> Reach:
+        """Where threads get without what must stand between; they pass it if it is for all, or under their guard."""
+        return Reach(program, bits(i for i in between if insts[i].guard in (None, guard)))
 
+    def beyond(start: int, guard=None) -> int:
+        reach = under(guard)
+        return reach.after(start) & ~reach.stops
+
+    anywhere = cache(free.after)
     pairs = [(p, q) for a, b in crossing.passes.items() for p in done.get(a, ()) for q in done.get(b, ())]
-    pairs = [(p, q) for p, q in pairs if p == q or p not in anywhere(q) or q in anywhere(p)]  # q is never over before p
+    # q is never over before p
+    pairs = [(p, q) for p, q in pairs if p == q or not anywhere(q) >> p & 1 or anywhere(p) >> q & 1]
     acquired = {q: beyond(q) for q in dict.fromkeys(q for _, q in pairs)}
     told: set[int] = set()
     for i in done.get(crossing.first, ()):
         seen = beyond(i, insts[i].guard)
+        passed = [(p, acquired[q]) for p, q in pairs if seen >> p & 1]
         for u in (u for u in later if u not in told):
-            way = next((p for p, q in pairs if p in seen and u in acquired[q]), None)
-            if u in seen or way is not None:
+            way = next((p for p, others in passed if others >> u & 1), None)
+            if seen >> u & 1 or way is not None:
                 told.add(u)
-                by = "" if u in seen else f" by way of {program.where(insts[way])}"
-                text = f"{insts[u].op} after {insts[i].op} at {program.where(insts[i])}{by}, {crossing.missing}"
-                yield case.finding("R11", ERROR, view, u, parameters(view.values.get(u, frozenset())), text)
+                by = "" if seen >> u & 1 else f" by way of {program.where(insts[way])}"
+                yield u, f"{insts[u].op} after {insts[i].op} at {program.where(insts[i])}{by}, {crossing.missing}"

@@ -9,7 +9,7 @@ from reference.stage import Role
 
 from ..isa.program import Inst, Program
 from ..isa.values import Value, parameters, untraced
-from .paths import ahead, before_wait, decides, loops, reached, route, syncs_before
+from .paths import Reach, before_wait, bits, decides, loops, reached, route, syncs_before
 from .trace import addresses
 
 ERROR, UNPROVEN, QUALITY = "error", "unproven", "quality"
@@ -54,6 +54,22 @@ class View:
     @cached_property
     def syncs(self) -> dict[int, tuple[int, ...]]:
         return syncs_before(self.program)
+
+    @cached_property
+    def cycles(self) -> list[set[int]]:
+        return loops(self.program)
+
+    @cached_property
+    def memo(self) -> dict:
+        """Answers that one rule alone needs, and that do not depend on the Case: two targets often share a View."""
+        return {}
+
+    def reach(self, sync: str) -> Reach:
+        """Where control may go without an unguarded instruction that orders this."""
+        if sync not in self.memo:
+            stops = (i for i, inst in enumerate(self.program) if sync in inst.sync and inst.guard is None)
+            self.memo[sync] = Reach(self.program, bits(stops))
+        return self.memo[sync]
 
     def accesses(self, *kinds: str) -> Iterator[tuple[int, Inst, frozenset[int]]]:
         """Index, instruction and parameters of every reached access of these kinds."""
@@ -196,26 +212,39 @@ def constant_weights(case: Case) -> Iterator[Finding]:
                 yield case.finding("R8", ERROR, view, i, bad, f"{inst.op} writes a tensor whose role is weight")
 
 
-def _flags(case: Case, program: Program, cycles: list[set[int]]) -> Iterator[int]:
+def _flags(case: Case) -> Iterator[int]:
     """Reads of global memory that look like a flag or a ticket, and are ordered too weakly to be one.
 
     A relaxed or volatile read, or an integer atomic, whose value decides a branch; and any read of one address inside
     a loop that decides whether the loop ends.
     """
+    program = case.ptx.program
     guards = [i.guard[0] for i in program if i.guard and (i.targets or i.exits)]
     deciding = decides(program, guards)
+    ends: dict[int, tuple[set[str], set[str]]] = {}  # of a cycle: what it writes, and what decides whether it ends
     for i, inst, ks in case.ptx.accesses("load", "atomic"):
-        if not case.produced(ks) or "acquire" in inst.sync or not deciding.intersection(inst.writes):
+        if not case.produced(ks) or "acquire" in inst.sync or deciding.isdisjoint(inst.writes):
             continue
         if inst.access.order != "weak" and inst.access.integer:
             yield i
         elif inst.access.order == "weak":
-            for cycle in (c for c in cycles if i in c):
-                written = {w for j in cycle for w in program.insts[j].writes}
-                out = [j for j in cycle if any(e.to not in cycle for e in program.edges[j])]
-                ends = decides(program, [program.insts[j].guard[0] for j in out if program.insts[j].guard])
-                if not written.intersection(inst.access.address) and ends.intersection(inst.writes):
+            for n, cycle in enumerate(case.ptx.cycles):
+                if i not in cycle:
+                    continue
+                if n not in ends:
+                    out = [program.insts[j].guard for j in _exits(program, cycle)]
+                    ends[n] = _written(program, cycle), decides(program, [guard[0] for guard in out if guard])
+                written, end = ends[n]
+                if written.isdisjoint(inst.access.address) and not end.isdisjoint(inst.writes):
                     yield i
+
+
+def _exits(program: Program, cycle: set[int]) -> list[int]:
+    return [j for j in cycle if any(e.to not in cycle for e in program.edges[j])]
+
+
+def _written(program: Program, cycle: set[int]) -> set[str]:
+    return {w for j in cycle for w in program.insts[j].writes}
 
 
 def acquires(case: Case) -> Iterator[Finding]:
@@ -224,24 +253,20 @@ def acquires(case: Case) -> Iterator[Finding]:
     Also: a loop whose condition is never computed inside it. A flag read that the compiler lifted out looks like that.
     """
     program = case.ptx.program
-    cycles = loops(program)
-    for i in _flags(case, program, cycles):
+    for i in _flags(case):
         flag = parameters(case.ptx.values[i])
-        after = ahead(program, [i], stop=lambda inst: "acquire" in inst.sync and inst.guard is None)
+        after = case.ptx.reach("acquire").after(i)
         for j, inst, ks in case.ptx.accesses("load"):
-            if j in after and "acquire" not in inst.sync and case.produced(ks) - flag:
+            if after >> j & 1 and "acquire" not in inst.sync and case.produced(ks) - flag:
                 text = (
                     f"{program.insts[i].op} decides a branch, and {case.names(case.produced(ks) - flag)} is loaded at "
                     f"{program.where(inst)} with no acquire between"
                 )
                 yield case.finding("R9", ERROR, case.ptx, i, flag, text)
                 break
-    for cycle in cycles:
-        out = [j for j in cycle if any(e.to not in cycle for e in program.edges[j])]
-        written = {w for j in cycle for w in program.insts[j].writes}
-        if cycle <= case.ptx.reached and all(
-            (guard := program.insts[j].guard) and guard[0] not in written for j in out
-        ):
+    for cycle in case.ptx.cycles:
+        written, out = _written(program, cycle), [program.insts[j].guard for j in _exits(program, cycle)]
+        if cycle <= case.ptx.reached and all(guard and guard[0] not in written for guard in out):
             text = "this loop cannot end: its condition is computed outside it"
             yield case.finding("R9", ERROR, case.ptx, min(cycle), (), text)
 
@@ -259,9 +284,9 @@ def releases(case: Case) -> Iterator[Finding]:
     for i, inst, ks in case.ptx.accesses("store") if announcing else ():
         if inst.access.order != "weak":
             continue
-        after = ahead(program, [i], stop=lambda inst: "release" in inst.sync and inst.guard is None)
-        for j in sorted(announcing.keys() & after):
-            if ks - announcing[j]:
+        after = case.ptx.reach("release").after(i)
+        for j in sorted(announcing):
+            if after >> j & 1 and ks - announcing[j]:
                 text = (
                     f"{program.insts[j].op} at {program.where(program.insts[j])} may announce this store "
                     f"({case.names(announcing[j])}) before it is visible: no release or fence between"

@@ -1,6 +1,7 @@
 """Follow addresses from kernel parameters through registers, to a fixed point."""
 
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 
 from ..isa.program import LOAD, LOCAL_MEMORY, Edge, Inst, Literal, Move, Operand, Program, solve
 from ..isa.values import UNKNOWN, UNSET, Value, join, loaded, merge, origin
@@ -14,7 +15,7 @@ def addresses(program: Program) -> dict[int, Value]:
     return dict(find(program))
 
 
-def _read(registers: dict[str, Value], operands: tuple[Operand, ...]) -> Value:
+def _read(registers: Mapping[str, Value], operands: tuple[Operand, ...]) -> Value:
     value = None
     for operand in operands:
         one = operand if isinstance(operand, frozenset) else registers.get(operand, NOTHING)
@@ -22,7 +23,7 @@ def _read(registers: dict[str, Value], operands: tuple[Operand, ...]) -> Value:
     return NOTHING if value is None else value
 
 
-def _moved(registers: dict[str, Value], inst: Inst, move: Move) -> Value:
+def _moved(registers: Mapping[str, Value], inst: Inst, move: Move) -> Value:
     if LOAD in move.operands:
         return loaded(_read(registers, inst.access.address))
     if move.either:
@@ -35,17 +36,17 @@ def _moved(registers: dict[str, Value], inst: Inst, move: Move) -> Value:
 
 def _by_name(program: Program) -> Iterator[tuple[int, Value]]:
     """One value per register, the union over all its assignments."""
-    registers = {move.into: UNSET for inst in program for move in inst.moves}
+    moves = [(inst, move, move.into) for inst in program for move in inst.moves]
+    registers = {into: UNSET for _, _, into in moves}
     grown = True
     while grown:
         grown = False
-        for inst in program:
-            for move in inst.moves:
-                old = registers[move.into]
-                new = join(old, _moved(registers, inst, move))
-                if new != old:
-                    registers[move.into] = new
-                    grown = True
+        for inst, move, into in moves:
+            old = registers[into]
+            new = join(old, _moved(registers, inst, move))
+            if new != old:
+                registers[into] = new
+                grown = True
     for i, inst in enumerate(program):
         if inst.access:
             yield i, _read(registers, inst.access.address)
@@ -72,22 +73,25 @@ class _State:
     def copy(self) -> "_State":
         return _State(dict(self.registers), {k: dict(v) for k, v in self.under.items()}, self.implied)
 
-    def seen(self, guard: Literal | None) -> dict[str, Value]:
+    def special(self, guard: Literal) -> list[dict[str, Value]]:
+        """What registers are where this guard holds, as far as it matters; the last that has a register counts."""
+        literals = [then for if_, then in self.implied if if_ == guard] if self.implied else []
+        return [self.under[known] for known in (*literals, guard) if known in self.under]
+
+    def seen(self, guard: Literal | None) -> Mapping[str, Value]:
         """The registers as an instruction under this guard reads them."""
-        if guard is None:
-            return self.registers
-        literals = [then for if_, then in self.implied if if_ == guard] + [guard]
-        special = [self.under[known] for known in literals if known in self.under]
-        return {k: v for part in (self.registers, *special) for k, v in part.items()} if special else self.registers
+        special = self.special(guard) if guard and self.under else []
+        return ChainMap(*reversed(special), self.registers) if special else self.registers
 
     def write(self, name: str, value: Value, guard: Literal | None, special: dict[Literal, Value]) -> None:
         """special: what an unguarded write makes of the register where a predicate is known."""
         if guard is None:
             self.registers[name] = value
-            for literal, held in self.under.items():
+            for held in self.under.values():
                 held.pop(name, None)
-                if special.get(literal, value) != value:
-                    held[name] = special[literal]
+            for literal, other in special.items():
+                if other != value:
+                    self.under[literal][name] = other
             return
         opposite = guard[0], not guard[1]
         kept = self.under.get(opposite, {}).get(name, self.registers.get(name, UNSET))
@@ -103,19 +107,28 @@ class _State:
 
 def _step(inst: Inst, state: _State) -> _State:
     """Changes the state in place."""
-    if inst.moves or inst.writes:
-        seen = state.seen(inst.guard)
-        where = {k: state.seen(k) for k in state.under} if inst.guard is None else {}
-        made = [
-            (move.into, _moved(seen, inst, move), {k: _moved(known, inst, move) for k, known in where.items()})
-            for move in inst.moves
-        ]
-        for name, value, special in made:
-            state.write(name, value, inst.guard, special)
-        for name in inst.writes:
-            state.forget(name)
+    seen = state.seen(inst.guard)
+    made = [(move.into, _moved(seen, inst, move), _specially(state, inst, move)) for move in inst.moves]
+    for name, value, special in made:
+        state.write(name, value, inst.guard, special)
+    for name in inst.writes:
+        state.forget(name)
+    if inst.implies and (inst.moves or inst.writes):
         state.implied |= frozenset(inst.implies)
     return state
+
+
+def _specially(state: _State, inst: Inst, move: Move) -> dict[Literal, Value]:
+    """What an unguarded move yields where a predicate is known, if an operand is special there."""
+    if inst.guard is not None or not state.under:
+        return {}
+    operands = inst.access.address if LOAD in move.operands else move.operands
+    names = [o for o in operands if isinstance(o, str)]
+    found = {}
+    for literal in state.under if names else ():
+        if any(name in held for held in state.special(literal) for name in names):
+            found[literal] = _moved(state.seen(literal), inst, move)
+    return found
 
 
 def _enter(edge: Edge, state: _State) -> _State:
@@ -138,7 +151,8 @@ def _meet(a: _State, b: _State) -> _State:
 
 def _in_order(program: Program) -> Iterator[tuple[int, Value]]:
     """Registers followed in execution order, for code that reuses them."""
-    for i, state in solve(program, _State({LOCAL_MEMORY: UNSET}, {}, frozenset()), _step, _meet, _enter, _State.copy):
+    start = _State({LOCAL_MEMORY: UNSET}, {}, frozenset())
+    for i, state in solve(program, start, _step, _meet, _enter, _State.copy, lambda inst: inst.moves or inst.writes):
         inst = program.insts[i]
         if inst.access:
             yield i, _read(state.seen(inst.guard), inst.access.address)
