@@ -16,6 +16,7 @@ from .proxies import crossings
 from .rules import ERROR, QUALITY, RULES, UNPROVEN, Case, Finding, View
 
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
+_PLACES = re.compile(r"/\*[0-9a-f]+\*/|\b(?:BRA|BSSY|CALL|RET|WARPSYNC)\b[^\n]*")  # addresses, and what names some
 VIEWS_KEPT = 8  # readings of code in memory: those of one kernel, and some more
 
 
@@ -64,18 +65,25 @@ class Report:
 
 def check(build) -> Report:
     """Check one Build (fast.kernel). Raises ToolMissing without nvdisasm, Unreadable for text it cannot read."""
-    return _report(build, *_views(build, cubin.disassemble([(build.cubin, build.symbol)], build.target)[0], {}))
+    return _report(build, *_alone(build))
 
 
-def _views(build, disassembly: str, known: dict) -> tuple[View, View]:
-    """PTX and SASS. known: what was made of equal texts before; two targets often have one."""
+def _alone(build) -> tuple[View, View]:
+    (disassembly,) = cubin.disassemble([(build.cubin, build.symbol)], build.target)
+    return _views(build, disassembly, {})
+
+
+def _views(build, disassembly: str, known: dict, body: str = "") -> tuple[View, View]:
+    """PTX and SASS. known: what was made of equal texts before; two targets often have one. body: `_body`, if known."""
+    body = body or _body(build)
     layout = cubin.parameters(build.cubin, build.symbol)
-    ptx_key, sass_key = _body(build), (disassembly, layout)
-    if ptx_key not in known:
-        known[ptx_key] = View(ptx.read(build.ptx, build.symbol))
+    # Disassembled together, equal code has other addresses: the bytes say where it jumps.
+    sass_key = cubin.section(build.cubin, f".text.{build.symbol}"), _PLACES.sub("", disassembly), layout
+    if body not in known:
+        known[body] = View(ptx.read(build.ptx, build.symbol))
     if sass_key not in known:
         known[sass_key] = View(sass.read(disassembly, build.symbol, layout))
-    return known[ptx_key], known[sass_key]
+    return known[body], known[sass_key]
 
 
 def _report(build, ptx_view: View, sass_view: View) -> Report:
@@ -95,8 +103,11 @@ def _body(build) -> str:
 
 def _seen(case: Case, view: View, i: int) -> Seen:
     program, names = view.program, case.names(parameters(view.values[i]))
-    after = tuple(f"{program.where(program.insts[j])} {program.insts[j].op}" for j in view.syncs[i])
-    return Seen(program.where(program.insts[i]), program.insts[i].access.kind, names, i in view.early, after)
+    syncs = view.syncs[i]
+    if syncs not in view.memo:
+        view.memo[syncs] = tuple(f"{program.where(program.insts[j])} {program.insts[j].op}" for j in syncs)
+    inst = program.insts[i]
+    return Seen(program.where(inst), inst.access.kind, names, i in view.early, view.memo[syncs])
 
 
 def _grouped(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -130,9 +141,9 @@ def check_builds(builds: Sequence) -> list[Report]:
     reports: dict[tuple, Report] = {}
     views: dict = {}
     for k, build in unique.items():
-        if len(views) > VIEWS_KEPT:
-            views.clear()
-        reports[k] = _report(build, *_views(build, texts[k], views))
+        while len(views) > VIEWS_KEPT:
+            views.pop(next(iter(views)))
+        reports[k] = _report(build, *_views(build, texts[k], views, k[1]))
     return [_renamed(reports[k], build.kernel.name) for k, build in zip(keys, builds, strict=True)]
 
 
@@ -201,7 +212,7 @@ def _located(build, report: Report) -> Report:
     if not report.findings:
         return report
     (lined,) = lower(build.kernel, [build.target], lines=True)
-    views, theirs = (_views(b, cubin.disassemble([(b.cubin, b.symbol)], b.target)[0], {}) for b in (build, lined))
+    views, theirs = _alone(build), _alone(lined)
     for view, other in zip(views, theirs, strict=True):
         if [inst.op for inst in view.program] != [inst.op for inst in other.program]:
             return report
