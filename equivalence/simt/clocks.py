@@ -49,6 +49,19 @@ class Clocks:
         self.tick(lane)
         return known
 
+    def snapshots(self, I) -> list[Known]:
+        """`snapshot` of each lane; lanes of one warp that arrive by one instruction hand on what any of them knows."""
+        out: dict[int, Known] = {}
+        for warp in np.unique(I // 32).tolist():
+            lanes = I[I // 32 == warp]
+            if len(lanes) == 1 or self.far:
+                out.update((lane, self.snapshot(lane)) for lane in lanes.tolist())
+                continue
+            row = {int(self.cluster[lanes[0]]): self.row[lanes].max(0)}
+            out.update(dict.fromkeys(lanes.tolist(), (row, self.seen[lanes].any(0))))
+            self.tick(lanes)
+        return [out[lane] for lane in I.tolist()]
+
     def initialised(self, lane: int) -> Known:
         """What a relaxed arrival hands on: the mbarriers that a fence.mbarrier_init has published."""
         row = np.zeros_like(self.row[lane])
@@ -64,6 +77,20 @@ class Clocks:
         if others:
             self.far[lane] = merged((self.far.get(lane, {}), known[1]), (others, known[1]))[0]
         self.seen[lane] |= known[1]
+
+    def absorb_all(self, I, known: Known | None) -> None:
+        """`absorb` by lanes that may be of several clusters."""
+        for cluster in np.unique(self.cluster[I]).tolist() if known else ():
+            lanes = I[self.cluster[I] == cluster]
+            if set(known[0]) <= {cluster}:
+                for some in np.split(lanes, np.flatnonzero(np.diff(lanes) > 1) + 1):
+                    for row in known[0].values():
+                        view = self.row[some[0] : some[-1] + 1]
+                        np.maximum(view, row, out=view)
+                self.seen[lanes] |= known[1]
+                continue
+            for lane in lanes.tolist():
+                self.absorb(lane, known)
 
     def meet(self, I) -> None:
         """A barrier of these lanes of one cluster: afterwards each knows what any of them knew."""

@@ -41,6 +41,18 @@ def _taken(g, I) -> list:
     return mine
 
 
+def _by_lane(copies: list) -> dict[int, list]:
+    """Copies sorted by lane; those of one size together, in their order."""
+    out: dict[int, list] = {}
+    for size in dict.fromkeys(data.shape[1] for _, _, data in copies):
+        lanes, to, data = (np.concatenate(a) for a in zip(*(c for c in copies if c[2].shape[1] == size), strict=True))
+        order = np.argsort(lanes, kind="stable")
+        lanes, to, data = lanes[order], to[order], data[order]
+        for part in np.split(np.arange(len(lanes)), np.flatnonzero(np.diff(lanes)) + 1):
+            out.setdefault(int(lanes[part[0]]), []).append((lanes[part], to[part], data[part]))
+    return out
+
+
 def _land(g, copies: list) -> None:
     for _, to, data in copies:
         g.smem[to[:, None] + np.arange(data.shape[1])] = data
@@ -49,10 +61,9 @@ def _land(g, copies: list) -> None:
 
 
 def _cp_commit(g, op: Op, I) -> None:
-    copies = _taken(g, I)
+    own = _by_lane(_taken(g, I))
     for lane in I.tolist():
-        own = [(ls[m], to[m], d[m]) for ls, to, d in copies if (m := ls == lane).any()]
-        g.groups.setdefault(lane, deque()).append(own)
+        g.groups.setdefault(lane, deque()).append(own.get(lane, []))
 
 
 def _cp_wait(g, op: Op, I) -> None:
@@ -66,10 +77,9 @@ def _cp_wait(g, op: Op, I) -> None:
 
 def _cp_arrive(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
-    copies = _taken(g, I)
-    for lane, offset in zip(I.tolist(), offsets.tolist(), strict=True):
-        own = [(ls[m], to[m], d[m]) for ls, to, d in copies if (m := ls == lane).any()]
-        g.late(g.mbar(op, lane, offset), op, lane, own, 1, 0)
+    own = _by_lane(_taken(g, I))
+    for lane, offset, known in zip(I.tolist(), offsets.tolist(), g.known(I), strict=True):
+        g.late(g.mbar(op, lane, offset), op, lane, own.get(lane, []), 1, 0, known)
 
 
 def _bulk(g, op: Op, I) -> None:
@@ -88,7 +98,7 @@ def _bulk(g, op: Op, I) -> None:
             if g.machine.races:
                 g.machine.races.copied(g, op, one, o, n, False, "global", True)
                 g.machine.races.copied(g, op, one, to[k : k + 1], n, True, "shared", True)
-        g.late(bar, op, lane, copies, 0, -n)
+        g.late(bar, op, lane, copies, 0, -n, *g.known(one))
 
 
 def _bulk_store(g, op: Op, I) -> None:
@@ -153,9 +163,9 @@ def _st_async(g, op: Op, I) -> None:
     bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
     if g.machine.races:
         g.machine.races.copied(g, op, I, to, n, True, "shared", False)
-    for k, lane in enumerate(I.tolist()):
+    for k, (lane, known) in enumerate(zip(I.tolist(), g.known(I), strict=True)):
         bar = g.mbar(op, lane, int(bars[k]))
-        g.late(bar, op, lane, [(I[k : k + 1], to[k : k + 1], data[k : k + 1])], 0, -n)
+        g.late(bar, op, lane, [(I[k : k + 1], to[k : k + 1], data[k : k + 1])], 0, -n, known)
 
 
 def _mbar_init(g, op: Op, I) -> None:
@@ -163,31 +173,34 @@ def _mbar_init(g, op: Op, I) -> None:
     for lane, offset, n in zip(I.tolist(), offsets.tolist(), g.read(op.args[0], I).tolist(), strict=True):
         made = lane, int(g.clocks.now(lane)) if g.clocks else 0, op.line
         g.mbars[offset] = dict(
-            expected=n, left=n, tx=0, phase=0, late=[], known=None, done=None, made=made, users=set()
+            expected=n, left=n, tx=0, phase=0, late=[], known=None, last=None, done=None, made=made, users=set()
         )
 
 
 def _mbar_arrive(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8, anywhere=True)
     counts, tx = (g.read(a, I).tolist() for a in op.args)
-    for lane, offset, n, t in zip(I.tolist(), offsets.tolist(), counts, tx, strict=True):
+    for lane, offset, n, t, known in zip(I.tolist(), offsets.tolist(), counts, tx, g.known(I), strict=True):
         bar = g.mbar(op, lane, offset)
         bar["tx"] += t
-        g.arrive(op, lane, bar, n, 0, g.clocks.snapshot(lane) if g.clocks and n else None)
+        g.arrive(op, lane, bar, n, 0, known if n else None)
 
 
 def _mbar_wait(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
     parity, passed = g.read(op.args[0], I) & 1, np.zeros(len(I), bool)
-    for k, (lane, offset) in enumerate(zip(I.tolist(), offsets.tolist(), strict=True)):
-        bar = g.mbar(op, lane, offset)
-        while bar["phase"] == parity[k] and bar["late"]:
-            own, issuer, copies, n, tx, known = bar["late"].pop(0)
-            _land(g, copies)
-            g.arrive(own, issuer, bar, n, tx, known)
-        passed[k] = bar["phase"] != parity[k]
-        if passed[k] and g.clocks:
-            g.clocks.absorb(lane, bar["done"])
+    for offset in dict.fromkeys(offsets.tolist()):
+        for p in (0, 1):
+            some = np.flatnonzero((offsets == offset) & (parity == p))
+            bars = [g.mbar(op, lane, offset) for lane in I[some].tolist()]
+            while bars and bars[0]["phase"] == p and bars[0]["late"]:
+                own, issuer, copies, n, tx, known = bars[0]["late"].pop(0)
+                _land(g, copies)
+                g.arrive(own, issuer, bars[0], n, tx, known)
+            if bars and bars[0]["phase"] != p:
+                passed[some] = True
+                if g.clocks:
+                    g.clocks.absorb_all(I[some], bars[0]["done"])
     g.failed[I[~passed]] = g.events
     g.write(op.out[0], "pred", I, passed)
 

@@ -283,9 +283,13 @@ class Grid:
         return bar
 
     def late(self, bar: dict, *copy) -> None:
-        """An arrival that comes with the bytes of copies: (operation, lane, copies, arrivals, bytes)."""
+        """An arrival that comes with the bytes of copies: (operation, lane, copies, arrivals, bytes, knowledge)."""
         self.events += 1
-        bar["late"].append((*copy, self.clocks.snapshot(copy[1]) if self.clocks else None))
+        bar["late"].append(copy)
+
+    def known(self, I) -> list[Known | None]:
+        """What each lane hands on at an arrival, with a race detector."""
+        return self.clocks.snapshots(I) if self.clocks else [None] * len(I)
 
     def arrive(self, op: Op, lane: int, bar: dict, n: int, tx: int, known: Known | None) -> None:
         if n > bar["left"]:
@@ -293,8 +297,9 @@ class Grid:
         self.events += 1
         bar["left"] -= n
         bar["tx"] += tx
-        bar["known"] = merged_knowledge(bar["known"], known)
+        if known is not bar["last"]:  # lanes of one warp that arrive at once hand on the same
+            bar["known"], bar["last"] = merged_knowledge(bar["known"], known), known
         if not bar["left"] and not bar["tx"]:
             bar["phase"] ^= 1
             bar["left"] = bar["expected"]
-            bar["done"], bar["known"] = merged_knowledge(bar["done"], bar["known"]), None
+            bar["done"], bar["known"], bar["last"] = merged_knowledge(bar["done"], bar["known"]), None, None

@@ -51,6 +51,7 @@ class Machine:
         self.adversarial, self.warps = order == "adversarial", warps
         self.rng = np.random.default_rng(seed)
         self.watch_races = races
+        self.steps = STEPS
         self.races: Races | None = None
 
     @property
@@ -77,7 +78,7 @@ class Machine:
 
     def _run(self) -> None:
         first = 0
-        for _ in range(STEPS):
+        for _ in range(self.steps):
             while first < len(self.grids) and self.grids[first].finished:
                 first += 1
             if first == len(self.grids):
@@ -89,7 +90,7 @@ class Machine:
                     break
             else:
                 raise Fault(f"{self.grids[first].name}: deadlock: {self.grids[first].waiting()}")
-        raise Fault(f"{self.grids[first].name}: no end after {STEPS} steps: {self.grids[first].waiting()}")
+        raise Fault(f"{self.grids[first].name}: no end after {self.steps} steps: {self.grids[first].waiting()}")
 
     def _may_start(self, g: Grid) -> bool:
         if g.index == 0:

@@ -5,7 +5,7 @@ bar.sync and bar.warp.sync; cluster barriers with release; mbarrier arrivals to 
 fence with a relaxed access, chains of atomics; griddepcontrol.wait (the end of the grid before, and of those before it
 only if some thread of that one waited); a launch without PDL; wgmma.wait_group, which counts as a barrier of its warp.
 A fence of every thread, then bar.sync, then one thread's signal counts as a release of all, as kernels are written.
-Shuffles and votes order nothing.
+Shuffles and votes order nothing; lanes of a warp that arrive at an mbarrier by one instruction hand on what any knew.
 
 wgmma and bulk copies access memory through the asynchronous proxy. A generic write must be put before them by a
 fence.proxy.async, of the writer or of anyone who knows of the write; so must a generic read of shared memory before a
@@ -370,5 +370,5 @@ class Races:
 
 
 def _cells(offsets, n):
-    n = int(np.max(n))
+    n = n if isinstance(n, int) else int(np.max(n))
     return (np.asarray(offsets)[:, None] + np.arange(0, max(n, CELL), CELL)) // CELL
