@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -64,6 +66,29 @@ def test_broken_files_are_one_line(content, text, tmp_path):
     with pytest.raises(TokenizerError, match=text) as error:
         tokenizer(tmp_path, worded)
     assert "\n" not in str(error.value) and "k3.tiktoken" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tiktoken.model", "k3.tiktoken"])
+@pytest.mark.parametrize("make, text", [(os.mkfifo, "is no regular file"), (os.mkdir, "is a folder")])
+def test_what_is_no_file_is_refused_at_once(name, make, text, tmp_path):
+    """A named pipe would be waited for; beside it lies a file that would do."""
+
+    def late(*_):
+        raise TimeoutError("still reading")
+
+    (tmp_path / "z.tiktoken").write_bytes(ranked(tmp_path).read_bytes())
+    (tmp_path / "tiktoken.model").unlink()
+    make(tmp_path / name)
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(10)
+    try:
+        with pytest.raises(TokenizerError, match=f"{name}: {text}; allowed are files") as error:
+            tokenizer(tmp_path, worded)
+        assert "\n" not in str(error.value)
+        assert tokenizer(tmp_path, small)[1] == "bytes"  # which needs none
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_what_is_missing_is_said(tmp_path, monkeypatch):

@@ -35,6 +35,9 @@ def tokenizer(folder: str | Path, config: Config) -> tuple[Callable[[bytes], lis
         return (lambda data: [config.bos, *data]), "bytes"
     ranked = sorted(p for pattern in TIKTOKEN for p in folder.glob(pattern))
     as_json = folder / JSON_FILE
+    for file in (as_json, *ranked):
+        if file.exists() and not file.is_file():  # to read a named pipe would wait for a writer
+            raise TokenizerError(f"{file}: is {'a folder' if file.is_dir() else 'no regular file'}; allowed are files")
     if as_json.exists() and find_spec("tokenizers"):
         return _checked(_from_json(as_json), as_json, config), as_json.name
     if ranked:
