@@ -72,12 +72,14 @@ class Measured:
     """E tensors of N rows. row: RMS error in units of its bound (b), [E, N], or [E, 1] for narrow rows. element: error
     in units of its bound (c), [E, N * W], inf where (a) is broken. sums [E, 3]: squared relative errors of the twin
     and the reference, summed over live rows, and the number of elements judged: live, and finite in all three.
-    norms [E, 3]: sums of squares of twin's error, reference's error, exact value."""
+    norms [E, 4]: sums of squares of twin's error, reference's error, exact value, and the sum of its fourth powers.
+    halves [E]: greatest error of the twin in units of half a ULP of the exact value and the floor."""
 
     row: Tensor
     element: Tensor
     sums: Tensor
     norms: Tensor
+    halves: Tensor
 
 
 def measure(
@@ -96,7 +98,7 @@ def measure(
     squares = torch.stack([v.square().sum(-1) for v in (t_err, r_err, x)])  # [3, E, N]
     width = twin.shape[-1]
     count = judged.sum((1, 2))  # [E]
-    norms = squares.sum(-1).T
+    norms = torch.cat([squares.sum(-1).T, x.square().square().sum((1, 2))[:, None]], -1)
     if width < NARROW:
         squares = squares.sum(-1, keepdim=True)  # a tensor is one row; the yardstick comes from all layers
         total = count.sum().clamp_min(1)
@@ -109,13 +111,14 @@ def measure(
     floor = FLOOR * x_rms
     row = t_rms / (bounds.rms * yard + floor).clamp_min(1e-100)
     half, yard_ = half_ulp(x, dtype), yard[..., None]
+    halves = (t_err.abs() / (half + floor[..., None])).amax((1, 2))
     own = greatest[..., None] if bounds.peak else torch.maximum(yard_, torch.where(yard_ > 0, half / 3**0.5, 0.0))
     allowed = half + torch.maximum(bounds.element * own, r_err.abs()) + FLOOR * x.abs() + floor[..., None]
     element = torch.where(odd, torch.inf, t_err.abs() / allowed).flatten(1)
     size = x_rms.clamp_min(1e-100).square()
     weight = count[:, None] if width < NARROW else live[..., 0] * width
     sums = torch.stack([(t_rms.square() / size * weight).sum(-1), (yard.square() / size * weight).sum(-1), count], -1)
-    return Measured(row, element, sums, norms)
+    return Measured(row, element, sums, norms, halves)
 
 
 def pooled_ratio(sums: Tensor, bounds: Bounds) -> float:

@@ -6,6 +6,7 @@ tensors that were allocated before. Nothing waits for the device until `findings
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class Finding:
     bad: rows or elements that broke a bound; first_token: the first one, None if never. worst_row: RMS error of the
     worst row relative to the reference's, limit `bounds.rms`; worst_element: relative to its own bound, limit 1.
     worst: token, index in the tensor, the values of twin, reference and exact there, and their distance in ULP.
+    effective: how many elements carry the energy, (sum of x^2)^2 / sum of x^4 of the exact values, in so many `rows`.
+    halves: the greatest error of an element in units of half a ULP and the floor.
     """
 
     place: Place
@@ -55,6 +58,9 @@ class Finding:
     error: float = 0.0
     reference_error: float = 0.0
     curve: Tensor | None = None
+    effective: float = 0.0
+    rows: int = 0
+    halves: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -87,7 +93,8 @@ class _Values:
         self.row, self.element, self.values = zeros(), zeros(), zeros(3)
         self.at, self.token = zeros(dtype=torch.int64), zeros(dtype=torch.int64)
         self.first, self.bad = zeros(dtype=torch.int64, value=NEVER), zeros(dtype=torch.int64)
-        self.sums, self.norms, self.curve = zeros(3), zeros(3), zeros(capacity, 2, dtype=torch.float32)
+        self.sums, self.norms, self.curve = zeros(3), zeros(4), zeros(capacity, 2, dtype=torch.float32)
+        self.halves = zeros()
 
     def update(self, samples: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], clock: Tensor) -> None:
         twin, ref, exact, live = (torch.stack(list(s)) for s in zip(*samples, strict=True))
@@ -109,16 +116,19 @@ class _Values:
         self.bad += count
         self.sums += seen.sums
         self.norms += seen.norms
+        self.halves.copy_(torch.maximum(self.halves, seen.halves))
         size = seen.norms[:, 2].clamp_min(1e-100)
         rel = torch.stack([(seen.norms[:, i] / size).sqrt() for i in (0, 1)], -1).float()
         self.curve.index_copy_(1, clock.clamp_max(self.curve.shape[1] - 1), rel[:, None])
 
     def findings(self, tokens: int) -> list[Finding]:
-        row, element, values, at, token, first, bad, sums, norms, curve = (
+        row, element, values, at, token, first, bad, sums, norms, curve, halves = (
             t.cpu() for t in (self.row, self.element, self.values, self.at, self.token, self.first, self.bad,
-                              self.sums, self.norms, self.curve)
+                              self.sums, self.norms, self.curve, self.halves)
         )  # fmt: skip
-        errors = (norms[:, :2] / norms[:, 2:].clamp_min(1e-100)).sqrt().tolist()
+        errors = (norms[:, :2] / norms[:, 2:3].clamp_min(1e-100)).sqrt().tolist()
+        effective = (norms[:, 2] / norms[:, 3].sqrt().clamp_min(1e-100)).square().tolist()
+        width = prod(self.shape[-self.axes :])
         out = []
         for i, place in enumerate(self.places):
             one = curve[i, :tokens]
@@ -143,7 +153,7 @@ class _Values:
                 place, "value", count, int(bad[i]), None if first[i] < 0 else int(first[i]), reasons,
                 str(self.dtype).removeprefix("torch."), self.bounds, float(row[i]) * self.bounds.rms,
                 float(element[i]), worst, ratio, fit and fit[0],
-                *errors[i], one,
+                *errors[i], one, effective[i], -(-count // width), float(halves[i]),
             ))  # fmt: skip
         return out
 

@@ -1,13 +1,30 @@
 """How far a precision mode of the law may be from `exact`: one rounding budget per stage.
 
-A stage that rounds n times between its inputs and its bf16 outputs has an RMS error of at most n roundings; fp32
-outputs stay within the floor of fp32 sums. One rounding is 2^-8 at most and 2^-8 / sqrt(3) in RMS, but few elements are
-no sample of it: below `SAMPLE` the maximum is the budget.
+A stage that rounds n times between its inputs and its bf16 outputs has an error of at most n roundings; fp32 outputs
+stay within the floor of fp32 sums.
+
+One rounding to bf16 moves x by r x. r is uniform up to half a ULP / |x|, which is u = 2^-8 where |x| is a power of two
+and u / 2 just below one: r^2 is u^2 at most, and u^2 / 3 at most in the mean. The squared relative error of a tensor is
+the mean of r^2 with the weights w = x^2 / sum x^2. It varies as that of 1 / sum w^2 = (sum x^2)^2 / sum x^4 equal
+elements would: N, the effective sample. N is a third of the elements of a normal, and 4 where four channels carry the
+energy of a row. Hoeffding: the mean is above u^2 (1/3 + t) with a probability of exp(-2 N t^2) at most.
+From N = SAMPLE / 3 on, SAMPLE normals, the budget is u / sqrt(3). Over an octave the mean of r^2 is 0.46 u^2 / 3, 29
+standard deviations away; 5 if 30 rows are the same and N is 23.
+Below, t is that of ODDS. N then counts for one row only: others may hold the same numbers, as those of equal tokens do.
+The budget ends at u, which no error of one rounding passes: it is u where N / rows is below 15.
+Where the budget is wide, the RMS tells little. So in addition, where a stage rounds once, each element is within half a
+ULP and what fp32 adds to it: within NEAREST halves, the middle of one rounding and two. Of elements that are rounded
+twice with equal errors one in 16 is beyond, whatever carries the energy.
 """
+
+from math import log
 
 from .compare import FLOOR, SAMPLE
 
-ROUNDING = 2.0**-8 / 3**0.5  # RMS of one rounding to bf16 relative to the value, where that is a power of two
+UNIT = 2.0**-8  # the greatest relative error of one rounding to bf16
+ROUNDING = UNIT / 3**0.5  # its RMS where the value is a power of two
+ODDS = 1e-6  # of a tensor that is over its budget by chance
+NEAREST = 1.5
 # Roundings between a stage's inputs and its bf16 outputs, where there are more than one: (fused, unfused).
 ROUNDINGS = {
     "attn_res.pre": (2, 4), "attn_res.post": (2, 4), "attn_res.final": (2, 4), "kda.out_norm": (1, 3),
@@ -17,15 +34,24 @@ ROUNDINGS = {
 CHAINED = {"q", "k", "v", "o", "routed"}  # fp32 tensors that the unfused chain stores as bf16
 
 
+def one_rounding(effective: float, rows: int) -> float:
+    """The relative RMS error that one rounding of a tensor may make. effective: N of its rows together."""
+    if effective >= SAMPLE / 3:
+        return ROUNDING
+    return UNIT * min(1.0, 1 / 3 + (-log(ODDS) * rows / max(2 * effective, 1e-100)) ** 0.5) ** 0.5
+
+
 def budget_excess(result, which: int) -> dict[str, float]:
-    """Relative RMS error of each stage's tensors in units of its rounding budget, where that is exceeded."""
+    """Error of each stage's tensors in units of its rounding budget, where that is exceeded. which: 1 for `unfused`."""
     over = {}
     for f in result.findings:
         if f.check != "value":
             continue
         stage, bf16 = f.place.stages[-1], f.dtype == "bfloat16" or (which and f.place.tensor in CHAINED)
-        one = ROUNDING if f.compared >= SAMPLE else ROUNDING * 3**0.5
-        budget = ROUNDINGS.get(stage, (1, 1))[which] * one if bf16 else FLOOR
-        if f.error > budget:
-            over[f"{f.place.key} {f.place.tensor}"] = f.error / budget
+        roundings = ROUNDINGS.get(stage, (1, 1))[which]
+        excess = f.error / (roundings * one_rounding(f.effective, f.rows) if bf16 else FLOOR)
+        if f.dtype == "bfloat16" and roundings == 1:
+            excess = max(excess, f.halves / NEAREST)
+        if excess > 1:
+            over[f"{f.place.key} {f.place.tensor}"] = excess
     return over
