@@ -2,8 +2,8 @@
 
 The skeleton of a kernel (`skeleton`) runs in the numpy back end under the race detector, once for each way that its
 conditions on data can fall. What is loaded is unknown, so nothing about values is assumed but this: a location that all
-threads of a CTA read holds one value for them. A condition that falls one way the first time falls the other way from
-then on, so that both sides of loops run. Barriers, phases, byte counts and parities are those of the text.
+threads of a CTA read holds one value for them. A condition that is met again falls the other way each
+time, so that both sides of loops run. Barriers, phases, byte counts and parities are those of the text.
 
     found(kernel, ptx) -> [Found(kind, line, text)]
 
@@ -48,7 +48,9 @@ def found(kernel, ptx: str) -> list[Found]:
     kernel: grid, block, cluster, smem and name count. Raises Unsupported for PTX that the interpreter does not run.
     """
     bones = skeleton(code(ptx)[0], prod(kernel.cluster or (1,)) > 1)
-    out = [Found("doubt", d.line, d.text) for d in bones.doubts]
+    if bones.doubts:
+        return [Found("doubt", d.line, d.text) for d in bones.doubts]
+    out = [Found("doubt", d.line, d.text) for d in bones.parted]
     if len(bones.choices) > CHOICES:
         out.append(Found("doubt", 0, f"{len(bones.choices)} conditions depend on data; {CHOICES} are tried"))
         return out
@@ -115,7 +117,7 @@ class _Cluster(Grid):
         super().start()
         if begun:
             return
-        self.chosen = {name: np.zeros(self.size, bool) for name in self.falls}
+        self.chosen: dict[int, np.ndarray] = {}  # by PTX line: whether a lane has chosen there an odd number of times
         size = np.array(self.kernel.cluster or (1, 1, 1), np.uint32)
         clusters = self.full // size
         for i, axis in enumerate("xyz"):
@@ -133,9 +135,9 @@ class _Cluster(Grid):
         pass
 
     def choose(self, op: Op, I) -> None:
-        name = op.out[0].name
-        self.write(op.out[0], "pred", I, self.chosen[name][I] ^ self.falls[name])
-        self.chosen[name][I] = True
+        times = self.chosen.setdefault(op.line, np.zeros(self.size, bool))
+        self.write(op.out[0], "pred", I, times[I] ^ self.falls[op.out[0].name])
+        times[I] ^= True
 
     def finish(self) -> None:
         for offset, bar in self.mbars.items():

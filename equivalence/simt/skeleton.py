@@ -31,10 +31,12 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """code: what is left. choices: predicates that depend on data, in program order, each the same in a whole CTA."""
+    """code: what is left. choices: predicates that depend on data, in program order. parted: those of them in which
+    threads may differ. doubts: addresses, sizes and barriers that depend on data, with which nothing can run."""
 
     code: Code
     choices: tuple[str, ...]
+    parted: tuple[Doubt, ...]
     doubts: tuple[Doubt, ...]
 
 
@@ -63,9 +65,9 @@ def skeleton(code: Code, clustered: bool = False) -> Skeleton:
                         chosen[r.name] = op
                         made.append(replace(op, kind="choose", out=(r,), args=(), at=None, more={}))
         blocks.append(Block(tuple(made), block.next))
-    doubts += [Doubt(op.line, f"{op.text}: threads of a CTA may differ in {name}") for name, op in chosen.items()
+    parted = [Doubt(op.line, f"{op.text}: threads of a CTA may differ in {name}") for name, op in chosen.items()
                if name in uneven]  # fmt: skip
-    return Skeleton(replace(code, blocks=tuple(blocks)), tuple(chosen), tuple(doubts))
+    return Skeleton(replace(code, blocks=tuple(blocks)), tuple(chosen), tuple(parted), tuple(doubts))
 
 
 def _shared(op: Op) -> bool:
