@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from .common import DISAGREEMENT, EQUAL, UNJUDGED, console, out
 
 SCOPES = ("forms", "batch1", "all")
+SHARED = ("protocols", "forms", "all")
 JOBS = 16  # processes; with more, their start costs more than they save
 
 
@@ -27,12 +28,13 @@ class Result:
         return dict(verdict=self.exit_code, reports=[r.as_dict() for r in self.reports], chains=chains)
 
 
-def run(kernel: str, targets: list[str], scope: str, fresh: bool = False) -> Result:
+def run(kernel: str, targets: list[str], scope: str, fresh: bool = False, shared: str = "") -> Result:
     """Compile and check; prints one line per finding and a summary.
 
     scope: "forms" (one kernel of each form), "batch1" (also every kernel of a single request) or "all" (every batch
     size of `fast.BATCHES`). The last two also follow the chain of kernels through whole steps. kernel: part of the
-    names wanted; a part has no chains. fresh: compile everything now, whatever the cache of builds holds.
+    names wanted; a part has no chains. fresh: compile everything now, whatever the cache of builds holds. shared: whose
+    shared memory is followed (R14): one kernel of each protocol, one of each form, or all; all of a part, if not said.
     """
     from equivalence.order.chain import check_steps
     from equivalence.order.check import TARGETS, prove, workers
@@ -43,12 +45,15 @@ def run(kernel: str, targets: list[str], scope: str, fresh: bool = False) -> Res
         raise ValueError(f"target {unknown[0]!r}: allowed are {', '.join(TARGETS)}")
     if scope not in SCOPES:
         raise ValueError(f"scope {scope!r}: allowed are {', '.join(SCOPES)}")
+    if shared and shared not in SHARED:
+        raise ValueError(f"shared {shared!r}: allowed are {', '.join(SHARED)}")
     many = scope != "forms" and not kernel
     jobs = min(os.cpu_count() or 1, JOBS)
     # Where it is worth it, the other processes start while this one picks the kernels.
     with console.status("proving kernels"), workers(jobs) if many else nullcontext() as pool:
         kernels, every = _chosen(kernel, scope)
-        proof = prove(kernels, targets or TARGETS, jobs, fresh, pool)
+        followed = _followed(kernels, shared or ("all" if kernel else "protocols"))
+        proof = prove(kernels, targets or TARGETS, jobs, fresh, pool, followed)
     reports = proof.reports
     for report in reports:
         if report.findings:
@@ -57,11 +62,19 @@ def run(kernel: str, targets: list[str], scope: str, fresh: bool = False) -> Res
     about = f"{len(kernels)} of {every} kernels with {codes} codes x {len(targets or TARGETS)} targets"
     made = f"{proof.compiled} compiled now, {proof.kept} from the cache of builds"
     out.print(f"order: {proved} of {len(reports)} proved ({about}; {made})")
+    out.print(f"shared memory: followed in {len({k.code for k in followed})} of {codes} codes")
     if not many:
         return Result(reports)
     steps, chains = check_steps((1,) if scope == "batch1" else BATCHES, targets or TARGETS, reports)
     out.print("\n".join([*map(str, chains), f"chains: {len(chains)} findings in {steps} decode steps"]), markup=False)
     return Result(reports, chains)
+
+
+def _followed(kernels: list, shared: str) -> list:
+    from equivalence.order.shared import protocols
+    from fast import forms
+
+    return {"protocols": protocols, "forms": forms, "all": list}[shared](kernels)
 
 
 def _chosen(kernel: str, scope: str) -> tuple[list, int]:
