@@ -27,6 +27,8 @@ Findings of severity "quality" cost time only.
         stands a proxy fence; what the proxy reads is overwritten only after a wait for it (`proxies`)
     R12 over the kernels of a step, each has waited for every kernel whose data it meets (`chain`; not part of a report)
     R13 inline assembly that accesses memory or orders accesses has side effects, and a memory clobber if it orders
+    R14 accesses of shared memory by different threads are ordered by a barrier, a phase or a wait for copies, whatever
+        the data; no wait is without end (`shared`; unproven where addresses depend on data)
 
 Scratch counts as produced: the previous launch of the same kernel wrote it. Prefetches into L2 are free for any tensor.
 
@@ -54,8 +56,11 @@ What it cannot see.
 - Which tensors a flag guards. R9 and R10 ask for acquire and release at the flag; that a load belongs below the flag,
   and was lifted above it before PTX was written, they cannot tell. Loads written with `invariant=True` or as inline
   assembly without side effects are what compilers lift: the first is R1, the second R13.
-- Which part of shared memory an access meets, how many groups a wait leaves open, proxies over global memory (what a
-  kernel stores and its own bulk copies then load), bounds, races inside a CTA.
+- Proxies over global memory (what a kernel stores and its own bulk copies then load), bounds of global memory, races
+  between threads in global memory but for flags (R9, R10).
+- Of R14, which is a run of all threads of one cluster on unknown data: SASS; clusters other than the first and the last;
+  conditions on data that fall differently in lanes of one CTA (unproven); values, so that two lanes of a warp that
+  store at one place at once are not seen; and it holds for the kernels that it was asked about (`Report.on_chip`).
 - Other kernels than those of a decode step as `reference.plan` lists them; stages of the law count as one kernel each.
 - A relaxed counter used as a work queue, without data behind it, is a false alarm of R9.
 """
