@@ -4,7 +4,7 @@
     watch(launches)                   # several launches of one stream in the worst order, with a race detector
     FastDecoder(..., extra=interpreted())  # twins served by the interpreter, in lockstep with the law or alone
 
-Rooms: `parse` reads PTX (with the readers of `equivalence.isa`), `opcodes` describes what one lane computes, `translate` and
+Rooms: `parse` reads PTX (as `equivalence.isa` does), `opcodes` describes what one lane computes, `translate` and
 `translate_async` make blocks of operations. Two back ends execute those: `emit_c` and `native` as compiled C, for
 results; `lanes`, `operations`, `copies`, `warpgroup`, `grid` and `machine` in numpy, where order can be varied.
 `races` and `clocks` detect what nothing orders. `step` makes one stream of a whole decode step. `skeleton` and `onchip`
