@@ -14,9 +14,9 @@ Below, t is that of ODDS. N then counts for one row only: others may hold the sa
 The budget ends at u, which no error of one rounding passes: it is u where N / rows is below 15.
 Where the budget is wide, the RMS tells little. So in addition, where a stage rounds once, each element is within half a
 ULP and what fp32 adds to it: within NEAREST halves, the middle of one rounding and two. Of elements that are rounded
-twice with equal errors one in 16 is beyond, whatever carries the energy. Not so in ROWWISE, where fp32 errs by more than
-the floor and in all of a row at once, so that small elements are off: a score of 800 is off by 800 x 2^-24 and its weight
-by as much relative to itself; in KDA's state it is the error of u.
+twice with equal errors one in 16 is beyond, whatever carries the energy. Not so in ROWWISE: there fp32 errs by more than
+the floor, and in all of a row at once, which small elements feel. A score of 800 is off by 800 x 2^-24, and so is its
+weight, relative to itself; in KDA's state it is the error of u.
 """
 
 from math import log
