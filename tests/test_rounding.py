@@ -102,13 +102,25 @@ def test_each_element_of_one_rounding_is_near_half_a_ulp(data, factor):
     assert not excess(found(made, x, TWICE)) and not excess(found(made, x, "mla.attention"))
 
 
+@pytest.mark.parametrize("error, good", [(0.99, True), (1.01, False)])
+def test_many_equal_rows_of_a_few_channels_are_no_sample(error, good):
+    """The same two channels just above a power of two, in each of 600 tokens."""
+    x = outliers()[:1].expand(600, -1).clone()
+    x[:, :2] = 2048
+    made = x.to(bf16).double()
+    made[:, :2] *= 1 + error * UNIT
+    finding = found(made, x)
+    assert finding.effective > SAMPLE / 3 and finding.error > 1.7 * ROUNDING
+    assert (not excess(finding)) is good
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("factor", [0.999, 1.001])
 def test_between_the_two_the_budget_is_that_of_the_odds(rows, factor):
     x = torch.full((rows, WIDTH), 2.0**-12, dtype=f64)
     x[:, :200] = 1
-    limit = one_rounding(200 * rows, rows)
-    assert 1.2 * ROUNDING < limit < 1.5 * ROUNDING and limit == pytest.approx(one_rounding(200, 1))
+    limit = one_rounding(200 * rows, rows, rows * WIDTH)
+    assert 1.2 * ROUNDING < limit < 1.5 * ROUNDING and limit == pytest.approx(one_rounding(200, 1, 200))
     finding = found(x * (1 + factor * 2 * limit * signs(x)), x, TWICE)
     assert finding.rows == rows and finding.effective == pytest.approx(200 * rows, rel=1e-3)
     assert (excess(finding) > 1) is (factor > 1)
@@ -120,15 +132,16 @@ def test_the_odds_are_kept():
     for n in (4, 15, 60, 400):
         r = UNIT * (2 * torch.rand(10_000, n, generator=rng(n), dtype=f64) - 1)
         drawn = r.square().mean(-1).sqrt()
-        assert drawn.max() <= one_rounding(n, 1) and (drawn > ROUNDING).double().mean() > 0.3
+        assert drawn.max() <= one_rounding(n, 1, n) and (drawn > ROUNDING).double().mean() > 0.3
 
 
 def test_the_budget_falls_from_the_maximum_to_the_rms():
     sizes = [0, 1, 15, 16, 100, 600, SAMPLE // 3, SAMPLE // 3 + 1, 10**6]
-    limits = [one_rounding(n, 1) for n in sizes]
+    limits = [one_rounding(n, 1, n) for n in sizes]
     assert limits == sorted(limits, reverse=True) and limits[:3] == [UNIT] * 3 and limits[-2:] == [ROUNDING] * 2
-    assert one_rounding(150, 10) == UNIT  # ten equal rows are no larger sample than one
-    assert one_rounding(2 * SAMPLE, 100) == ROUNDING
+    assert one_rounding(150, 10, 1500) == UNIT  # ten equal rows are no larger sample than one
+    assert one_rounding(2 * SAMPLE, 100, 2 * SAMPLE) == ROUNDING  # of narrow rows there may be many
+    assert one_rounding(1000, 250, 64000) == ROUNDING and one_rounding(1000, 250, 64001) == UNIT
 
 
 def test_fp32_has_the_floor_and_unfused_stores_some_of_it_as_bf16():
