@@ -1,4 +1,4 @@
-"""Open defects of the cache of builds. When one is mended its test fails here: take its mark away."""
+"""Open defects of the cache of builds. Where one is mended, its test fails: take the mark away."""
 
 import functools
 import hashlib

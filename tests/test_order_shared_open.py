@@ -1,4 +1,4 @@
-"""Open defects of R14: broken kernels that it calls clean. When one is mended its test fails here: take its mark away."""
+"""Open defects of R14: broken kernels that it calls clean. Where one is mended, its test fails: take the mark away."""
 
 import re
 
