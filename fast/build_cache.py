@@ -5,25 +5,38 @@ An entry is found by what it was made from: the source of fast/ and reference/, 
 an edited copy of a module (equivalence.order.mutate) and a kernel of a test are not. What judges is never kept: checks
 of the launch and the order proof run anew on what was read.
 
-The folder is .cache/k3 in the repository, or the one that K3_CACHE names ("off": no cache). Entries are a line of
-SHA-256, a line of JSON, and the bytes of PTX and cubin. One that is damaged counts as absent, and stderr says so.
+The key takes files for what runs; nothing looks at the memory of the process. The cache is therefore used only where it
+is asked for with fresh=False, and `k3 order` and the order proof of `k3 check` alone ask. A process that patches
+globals of fast/ or wraps an entry neither reads nor writes an entry, unless it runs one of these two itself. What can
+still file a wrong build:
+- a source edited to equal size and mtime, where Python itself runs the stale .pyc;
+- a package folder that is swapped for another under a running process: the files in it are not younger;
+- site-packages patched without a change of RECORD and of the library's size.
+`k3 order --fresh` and K3_CACHE=off use no entry; a stale .pyc misleads them as well.
+
+The folder is .cache/k3 in the repository, or the one that K3_CACHE names: an absolute path ("~" is expanded), or "off"
+for no cache. Entries are a line of SHA-256, a line of JSON, and the bytes of PTX and cubin. One that is damaged or of
+another form counts as absent, and stderr says so. The checksum finds accidents; who can write there can forge entries.
 """
 
 import hashlib
 import json
 import os
 import platform
+import re
 import shutil
+import stat
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, NoneType
 
 import torch
 
@@ -31,7 +44,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("fast", "reference")  # packages that decide what a kernel's code is
 COMPILER, IMPLEMENTATION = "nvidia-cutlass-dsl", "cutlass._mlir._mlir_libs._cutlass_ir"
 SETTINGS = ("CUTE_", "CUTLASS_")  # environment variables that the compiler reads
-FORM = 1  # of an entry
+FORM = 2  # of an entry
+PARTS = {"of": str, "target": str, "ptx": int, "cubin": int, "asm": list, "launch": dict}  # of its line of JSON
+LAUNCH = {"grid": (tuple,), "block": (tuple,), "smem": (int, NoneType), "cluster": (tuple, NoneType), "pdl": (bool,)}
+STATE = re.compile("[0-9a-f]{32}")  # name of a folder: a state of the source
 FOLDERS, DAYS = 4, 14  # states of the source that are kept, and for how long after their last use
 SPARED = 3600  # seconds for which no folder is removed: another process may be using it
 
@@ -53,11 +69,12 @@ class Unkept(TypeError):
 def folder() -> Path | None:
     """Where entries are kept; None with K3_CACHE=off."""
     named = os.environ.get("K3_CACHE", str(ROOT / ".cache" / "k3"))
-    if named == "off":
+    if named in ("off", "OFF"):
         return None
-    if not named or (Path(named).exists() and not Path(named).is_dir()):
-        raise ValueError(f"K3_CACHE is {named!r}; allowed are a folder and 'off'")
-    return Path(named)
+    path = os.path.expanduser(named)
+    if not os.path.isabs(path) or (os.path.exists(path) and not os.path.isdir(path)):
+        raise ValueError(f"K3_CACHE is {named!r}; allowed are the absolute path of a folder and 'off'")
+    return Path(path)
 
 
 def load(kernel, targets: Sequence[str]) -> dict[str, Entry]:
@@ -78,26 +95,59 @@ def store(kernel, builds: Mapping) -> None:
 
 def _read(path: Path, of: str, target: str) -> Entry | None:
     try:
-        data = path.read_bytes()
+        data = _bytes(path)
+        sums, _, body = data.partition(b"\n")
+        if sums != hashlib.sha256(body).hexdigest().encode():
+            raise ValueError("its checksum differs")
+        told, entry = _parsed(body)
     except FileNotFoundError:
         return None
     except OSError as error:
         return _say(f"cannot read {path}: {error.strerror}; compiled anew")
-    sums, _, body = data.partition(b"\n")
-    if sums != hashlib.sha256(body).hexdigest().encode():
-        return _say(f"{path} is damaged: its checksum differs; compiled anew")
-    head, _, code = body.partition(b"\n")
-    told = json.loads(head)
-    if (told["of"], told["target"]) != (of, target):
+    except (ValueError, RecursionError) as error:
+        return _say(f"{path} is damaged: {' '.join(str(error).split())}; compiled anew")
+    if told != (of, target):
         return _say(f"{path} is the entry of another kernel; compiled anew")
-    ptx, cubin = code[: told["ptx"]].decode(), code[told["ptx"] :]
+    return entry
+
+
+def _bytes(path: Path) -> bytes:
+    """The contents of a regular file; ValueError for anything else. A pipe does not block."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError("it is no regular file")
+        with open(handle, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(handle)
+
+
+def _parsed(body: bytes) -> tuple[tuple[str, str], Entry]:
+    """(of, target) and the Entry; ValueError for anything that `_write` does not write."""
+    head, _, code = body.partition(b"\n")
+    told = json.loads(head.decode())
+    if not isinstance(told, dict) or {name: type(v) for name, v in told.items()} != PARTS:
+        raise ValueError(f"its line of JSON does not hold {', '.join(PARTS)} and nothing else, of their types")
+    if min(told["ptx"], told["cubin"]) < 0 or told["ptx"] + told["cubin"] != len(code):
+        raise ValueError(f"it tells {told['ptx']} + {told['cubin']} bytes of code and holds {len(code)}")
+    if wrong := [a for a in told["asm"] if not isinstance(a, list) or [type(v) for v in a] != [str, str, bool, str]]:
+        raise ValueError(f"inline assembly is {wrong[0]!r:.80}")
     launch = {name: tuple(v) if isinstance(v, list) else v for name, v in told["launch"].items()}
-    return Entry(ptx, cubin, tuple((t, c, e, s) for t, c, e, s in told["asm"]), launch)
+    if launch.keys() != LAUNCH.keys() or not all(_fits(launch[name], kinds) for name, kinds in LAUNCH.items()):
+        raise ValueError(f"the launch is {launch!r:.80}")
+    return (told["of"], told["target"]), Entry(
+        code[: told["ptx"]].decode(), code[told["ptx"] :], tuple(map(tuple, told["asm"])), launch
+    )
+
+
+def _fits(value, kinds: tuple[type, ...]) -> bool:
+    return type(value) in kinds and (type(value) is not tuple or all(n is None or type(n) is int for n in value))
 
 
 def _write(path: Path, of: str, target: str, build) -> None:
     ptx, asm = build.ptx.encode(), [astuple(a) for a in build.asm]
-    told = dict(of=of, target=target, ptx=len(ptx), asm=asm, launch=build.launch)
+    told = dict(of=of, target=target, ptx=len(ptx), cubin=len(build.cubin), asm=asm, launch=build.launch)
     body = json.dumps(told).encode() + b"\n" + ptx + build.cubin
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
@@ -162,16 +212,29 @@ def _paths(kernel, targets: Sequence[str]) -> dict[str, Path]:
 
 @cache
 def _opened(at: Path, made_from: str) -> Path:
-    """The folder of this state of the source, marked as used; folders of old states are removed."""
+    """The folder of this state of the source, marked as used; folders of old states are removed.
+
+    Both as far as possible: the cache may be only readable, and another process may be removing the same folders."""
     here = at / made_from
-    if here.exists():
+    with suppress(OSError):
         os.utime(here)
-    others = sorted((p.stat().st_mtime, p) for p in at.glob("?" * len(made_from)) if p.is_dir() and p != here)
     now = time.time()
-    for n, (used, path) in enumerate(reversed(others), 2):
+    for n, (used, path) in enumerate(sorted(_states(at, but=here), reverse=True), 2):
         if now - used > DAYS * 86400 or (n > FOLDERS and now - used > SPARED):
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                shutil.rmtree(path, ignore_errors=True)
     return here
+
+
+def _states(at: Path, but: Path) -> list[tuple[float, Path]]:
+    """(last use, folder) of each other state of the source; no link, and no folder with another kind of name."""
+    found = []
+    with suppress(OSError):
+        for path in (at / name for name in os.listdir(at) if STATE.fullmatch(name)):
+            with suppress(OSError):
+                if path != but and stat.S_ISDIR((status := path.lstat()).st_mode):
+                    found.append((status.st_mtime, path))
+    return found
 
 
 @cache

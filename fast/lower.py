@@ -4,7 +4,8 @@ Tracing a kernel takes as long as compiling what was traced, and gives the same 
 message in host code that names the target. That this holds for an entry is not assumed: the first time, it is traced
 for every target and the device code compared. An entry whose traces differ is traced for each target every time.
 
-What was made of a kernel of this package stays in the cache of builds, and later processes find it there.
+With fresh=False, what was made of a kernel of this package stays in the cache of builds, and later processes that ask
+for it find it there. By default the cache is neither read nor written.
 """
 
 import tempfile
@@ -18,10 +19,11 @@ from .kernel import COMPILED, Asm, Build, Kernel, check_launch, check_ptx, inlin
 _alike: dict[tuple[Callable, tuple[str, ...]], bool] = {}  # whether an entry's traces for these targets were equal
 
 
-def lower(kernel: Kernel, targets: Sequence[str], lines: bool = False, fresh: bool = False) -> list[Build]:
+def lower(kernel: Kernel, targets: Sequence[str], lines: bool = False, fresh: bool = True) -> list[Build]:
     """A Build for each target: that of `kernel.compile` if there is one, else its PTX and cubin without a function.
 
-    lines: with line information, made anew. It changes no instruction. fresh: without the cache of builds.
+    lines: with line information, made anew. It changes no instruction. fresh: without the cache of builds, which
+    takes the files of fast/ for what runs (build_cache.py): False is for processes that patch nothing.
     Raises NotImplementedError for a target that the kernel is not for, ValueError for a launch that is misstated.
     """
     if wrong := [t for t in targets if t not in kernel.archs]:

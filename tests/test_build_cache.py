@@ -1,11 +1,15 @@
 """The cache of builds: what comes from it is what was put there, and nothing else ever comes from it."""
 
+import errno
+import functools
 import os
 import shutil
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import async_kernels
@@ -14,7 +18,7 @@ from typer.testing import CliRunner
 
 import fast.lower as lowering
 from equivalence.order import mutant
-from equivalence.order.check import check_builds, prove
+from equivalence.order.check import check_builds, check_kernels, prove
 from fast import attn_res, build_cache
 from fast.kernel import ARCHS, Asm, Kernel
 from fast.lower import lower
@@ -62,10 +66,10 @@ def nothing_is_compiled(monkeypatch):
 
 def test_a_hit_is_the_build(folder, monkeypatch):
     first = [facts(b)[:-1] for b in compiled()]
-    made = lower(kernel(), TARGETS)
+    made = lower(kernel(), TARGETS, fresh=False)
     assert [b.kept for b in made] == [False, False] and len(entries(folder)) == 2
     nothing_is_compiled(monkeypatch)
-    kept = lower(replace(kernel(), name="again"), TARGETS[::-1])[::-1]
+    kept = lower(replace(kernel(), name="again"), TARGETS[::-1], fresh=False)[::-1]
     assert [b.kept for b in kept] == [True, True] and {b.kernel.name for b in kept} == {"again"}
     assert [facts(b)[:-1] for b in kept] == [facts(b)[:-1] for b in made] == first
     assert check_builds([replace(b, kernel=kernel()) for b in kept]) == check_builds(made)
@@ -76,16 +80,16 @@ def test_a_hit_is_checked_like_a_compiled_kernel(filled, monkeypatch):
     fixed = {b.target: replace(b, launch=b.launch | dict(grid=(*b.launch["grid"][:1], 1, 1))) for b in compiled()}
     build_cache.store(kernel(), fixed)
     nothing_is_compiled(monkeypatch)
-    lower(kernel(), TARGETS)
+    lower(kernel(), TARGETS, fresh=False)
     with pytest.raises(ValueError, match=r"states grid .* launches"):
-        lower(replace(kernel(T=2), constants=kernel().constants), TARGETS)
+        lower(replace(kernel(T=2), constants=kernel().constants), TARGETS, fresh=False)
 
 
 def test_proofs_say_what_was_compiled(folder):
     twice = [kernel(), replace(kernel(), name="again")]  # one code
-    proofs = [prove(twice, TARGETS[:1]), prove(twice, TARGETS), prove(twice, TARGETS)]
+    proofs = [prove(twice, targets, fresh=False) for targets in (TARGETS[:1], TARGETS, TARGETS)]
     assert [(p.compiled, p.kept) for p in proofs] == [(1, 0), (1, 0), (0, 1)]
-    again = prove(twice, TARGETS, fresh=True)
+    again = prove(twice, TARGETS)
     assert (again.compiled, again.kept) == (1, 0)
     assert proofs[1].reports == proofs[2].reports == again.reports and len(again.reports) == 4
 
@@ -154,35 +158,19 @@ def test_another_digest_target_or_code_misses(filled, monkeypatch):
     assert build_cache.load(kernel(), ARCHS) == {}
 
 
-@pytest.mark.parametrize("damage", [
-    lambda data: data[:-1], lambda data: data[: len(data) // 2], lambda data: data[:64], lambda data: b"",
-    lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: data + b"\0",
-    lambda data: bytes([data[0] ^ 1]) + data[1:],
-])  # fmt: skip
-def test_a_damaged_entry_is_absent(filled, damage, capsys):
-    path, other = entries(filled)
-    good = path.read_bytes()
-    path.write_bytes(damage(good))
-    assert build_cache.load(kernel(), TARGETS).keys() == {other.suffix[1:]}
-    told = capsys.readouterr().err
-    assert told == f"cache of builds: {path} is damaged: its checksum differs; compiled anew\n"
-    build_cache.store(kernel(), {b.target: b for b in compiled()})
-    assert path.read_bytes() == good and build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)
-
-
-def test_a_damaged_entry_is_compiled_anew(filled):
-    for path in entries(filled):
-        path.write_bytes(path.read_bytes()[:-1])
-    made = lower(kernel(), TARGETS)
-    assert [b.kept for b in made] == [False, False] and [facts(b) for b in made] == [facts(b) for b in compiled()]
-    assert [b.kept for b in lower(kernel(), TARGETS)] == [True, True]
-
-
-def test_an_entry_in_the_wrong_place_is_absent(filled, capsys):
-    path, other = entries(filled)
-    shutil.copy(other, path)
-    assert build_cache.load(kernel(), TARGETS).keys() == {other.suffix[1:]}
-    assert capsys.readouterr().err == f"cache of builds: {path} is the entry of another kernel; compiled anew\n"
+def test_only_who_asks_uses_it(filled, monkeypatch):
+    """A process whose globals are not those of the files: by default it writes nothing and reads nothing."""
+    before = {path: path.read_bytes() for path in entries(filled)}
+    monkeypatch.setattr(attn_res, "EPS", 0.5)
+    entry = kernel().entry
+    wrapper = functools.wraps(entry)(lambda *a: entry(*a))
+    assert lower(kernel(), TARGETS[:1])[0].ptx != compiled()[0].ptx
+    monkeypatch.setattr(sys.modules[entry.__module__], entry.__qualname__, wrapper)
+    monkeypatch.setattr(build_cache, "load", lambda *a: pytest.fail("read"))
+    monkeypatch.setattr(build_cache, "store", lambda *a: pytest.fail("written"))
+    assert not lower(kernel(T=2), TARGETS[:1])[0].kept
+    assert prove([kernel(T=2)], TARGETS[:1]).kept == 0 and check_kernels([kernel(T=2)], TARGETS[:1])
+    assert {path: path.read_bytes() for path in entries(filled)} == before
 
 
 def test_mutants_and_kernels_of_tests_are_not_kept(folder):
@@ -190,7 +178,7 @@ def test_mutants_and_kernels_of_tests_are_not_kept(folder):
     broken = kernel(mutant(attn_res, [(WAIT, "    if token > 0:\n    " + WAIT)]))
     assert broken.entry.__module__.startswith("fast.") and broken.code != kernel().code
     for one in (broken, async_kernels.PEEK):
-        assert not any(b.kept for b in lower(one, TARGETS[:1]) + lower(one, TARGETS[:1]))
+        assert not any(b.kept for _ in range(2) for b in lower(one, TARGETS[:1], fresh=False))
     assert entries(folder) == []
 
 
@@ -222,7 +210,8 @@ def test_canonical_text():
 
 def test_writers_of_one_entry_do_not_disturb_each_other(folder, capsys):
     """Two versions of an entry, long enough that a write is no single step; readers see one or the other, whole."""
-    versions = [SimpleNamespace(ptx=c * 300_000, cubin=bytes([n]) * 500_000, launch={}, asm=(Asm(c, c, True, ""),))
+    launch = compiled()[0].launch
+    versions = [SimpleNamespace(ptx=c * 300_000, cubin=bytes([n]) * 500_000, launch=launch, asm=(Asm(c, c, True, ""),))
                 for n, c in enumerate("ab")]  # fmt: skip
     build_cache.store(kernel(), {"sm_90a": versions[0]})
 
@@ -255,14 +244,25 @@ def test_source_that_changed_under_the_process(filled, monkeypatch, capsys):
 
 
 def test_switched_off_and_misnamed(tmp_path, monkeypatch):
-    monkeypatch.setenv("K3_CACHE", "off")
-    build_cache.store(kernel(), {b.target: b for b in compiled()})
-    assert build_cache.load(kernel(), TARGETS) == {}
+    monkeypatch.chdir(tmp_path)
+    for off in ("off", "OFF"):
+        monkeypatch.setenv("K3_CACHE", off)
+        build_cache.store(kernel(), {b.target: b for b in compiled()})
+        assert build_cache.load(kernel(), TARGETS) == {} and list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    for wrong in ("", str(tmp_path / "file")):
+    for wrong in ("", " ", "kept", "./kept", "Off", "~nobody-of-this-name/kept", str(tmp_path / "file")):
         monkeypatch.setenv("K3_CACHE", wrong)
-        with pytest.raises(ValueError, match=r"K3_CACHE is '.*'; allowed are a folder and 'off'"):
+        told = f"K3_CACHE is {wrong!r}; allowed are the absolute path of a folder and 'off'"
+        with pytest.raises(ValueError) as error:
             build_cache.load(kernel(), TARGETS)
+        assert str(error.value) == told
+        assert told in CliRunner().invoke(app, ["order", "--kernel", "kda_decode-t1-h2"]).output.replace("\n", " ")
+
+
+def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("K3_CACHE", "~/kept")
+    assert build_cache.folder() == tmp_path / "kept"
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(folder, capsys):
@@ -289,3 +289,35 @@ def test_old_states_of_the_source_are_removed(folder):
     os.utime(folder / build_cache.digest(), (0, 0))  # long unused, but the present one
     assert build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)
     assert (folder / build_cache.digest()).stat().st_mtime > time.time() - hour
+
+
+@pytest.mark.parametrize("name", ["thesis" + "x" * 26, "A" * 32, "0" * 31, "0" * 33])
+def test_folders_of_others_stay(folder, name):
+    other, link = folder / name, folder / ("a" * 32)
+    other.mkdir(parents=True)
+    link.symlink_to(other)
+    (folder / ("b" * 32)).write_text("no folder")
+    for path in (other, link, folder / ("b" * 32)):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    build_cache.store(kernel(), {b.target: b for b in compiled()})
+    assert {p.name for p in folder.iterdir()} == {name, "a" * 32, "b" * 32, build_cache.digest()}
+
+
+@pytest.mark.parametrize("where", ["os.utime", "os.listdir", "Path.lstat", "shutil.rmtree"])
+def test_a_folder_that_is_only_readable_or_vanishes(filled, where, monkeypatch):
+    old = filled / ("0" * 32)
+    old.mkdir()
+    os.utime(old, (0, 0))
+    build_cache._opened.cache_clear()
+    asked = []
+
+    def refuse(path, *a, **k):
+        asked.append(path)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    holder, name = where.split(".")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path if holder == "Path" else getattr(build_cache, holder), name, refuse)
+        here = build_cache._opened(filled, build_cache.digest())
+    assert asked and old.exists() == (where != "os.utime")
+    assert here == filled / build_cache.digest() and build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)

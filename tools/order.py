@@ -33,8 +33,9 @@ def run(kernel: str, targets: list[str], scope: str, fresh: bool = False, shared
 
     scope: "forms" (one kernel of each form), "batch1" (also every kernel of a single request) or "all" (every batch
     size of `fast.BATCHES`). The last two also follow the chain of kernels through whole steps. kernel: part of the
-    names wanted; a part has no chains. fresh: compile everything now, whatever the cache of builds holds. shared: whose
-    shared memory is followed (R14): one kernel of each protocol, one of each form, or all; all of a part, if not said.
+    names wanted; a part has no chains. fresh: compile everything now, whatever the cache of builds holds. Otherwise the
+    cache is used, here alone: call this from no process that has patched fast/. shared: whose shared memory is followed
+    (R14): one kernel of each protocol, one of each form, or all; all of a part, if not said.
     """
     from equivalence.order.chain import check_steps
     from equivalence.order.check import TARGETS, prove, workers

@@ -186,7 +186,7 @@ def prove(
     kernels: Iterable,
     targets: Sequence[str] = TARGETS,
     jobs: int = 1,
-    fresh: bool = False,
+    fresh: bool = True,
     pool: Executor | None = None,
     on_chip: Collection | None = None,
 ) -> Proof:
@@ -194,8 +194,8 @@ def prove(
 
     Kernels that share their code (Kernel.code) are compiled and checked once. jobs: processes to share the work, this
     one included; with more than one, entries have to be functions of importable modules. fresh: without the cache of
-    builds. pool: of `workers`, if they have been started. on_chip: the kernels whose shared memory is followed, too
-    (R14, seconds for a large one); None for all.
+    builds, which only the command line asks for. pool: of `workers`, if they have been started. on_chip: the kernels
+    whose shared memory is followed, too (R14, seconds for a large one); None for all.
     """
     kernels, targets = list(kernels), tuple(targets)
     codes = on_chip if on_chip is None else {kernel.code for kernel in on_chip}
