@@ -12,6 +12,7 @@ BLOCKS = "    sources = [[load(x) for x in spans(mBlocks[token, j, None])] for j
 TRIGGER = "    cute.arch.griddepcontrol_launch_dependents()\n\n"
 WAITED = "        cute.arch.mbarrier_wait(ready + nth, 0)\n"
 SYNC = "        cute.arch.sync_threads()\n"
+SUMMING = SYNC + "        value = rows[lane, 0, nth]\n"
 BANK = "        write_back(mBlocks[token, write, None], rP)  # after this thread's read of the same elements\n"
 
 MUTANTS = (
@@ -57,6 +58,16 @@ MUTANTS = (
     made(ORDERING, OWN, "attn_res: peers' sums waited for by one warp",
          [(WAITED, "        if warp == 0:\n    " + WAITED)],
          "static races", "an mbarrier orders those that wait on it"),
+    made(ORDERING, OWN, "attn_res: peers' sums polled once",
+         [(WAITED, WAITED.replace("mbarrier_wait", "mbarrier_try_wait"))],
+         "static", "a poll may come back in vain, and nobody looks"),
+    made(ORDERING, OWN, "attn_res: barrier of the block counts 32 threads",
+         [(SUMMING, SUMMING.replace("sync_threads()", "barrier(barrier_id=1, number_of_threads=32)"))],
+         "static values", "each warp passes by itself"),
+    made(ORDERING, OWN, "attn_res: barrier in both sides of a split warp",
+         [(SUMMING, "        if lane == 0:\n    " + SYNC + "        else:\n"
+           "            cute.arch.barrier(barrier_id=0)\n" + SUMMING.removeprefix(SYNC))],
+         "static values", "an aligned barrier is for whole warps"),
     made(ORDERING, OWN, "attn_res: barrier expects one peer too few",
          [("ready + i, cfg.cluster * WARP * 4)", "ready + i, (cfg.cluster - 1) * WARP * 4)")],
          "static races values", "the phase completes before the last row has landed"),

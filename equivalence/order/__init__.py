@@ -59,8 +59,10 @@ What it cannot see.
 - Proxies over global memory (what a kernel stores and its own bulk copies then load), bounds of global memory, races
   between threads in global memory but for flags (R9, R10).
 - Of R14, which is a run of all threads of one cluster on unknown data: SASS; clusters but the first and the last;
-  conditions on data that fall differently in lanes of one CTA (unproven); values, so that two lanes of a warp that
-  store at one place at once are not seen. It holds for the kernels that it was asked about (`Report.on_chip`).
+  conditions on data about barriers that fall differently in lanes of one CTA, or that a loop meets again, and flags in
+  shared memory (all unproven); a phase that can pass twice before a slow thread looks; more unordered reads of a place
+  than the detector keeps; values, so that two lanes of a warp that store at one place at once are not seen. It holds
+  for the kernels that it was asked about (`Report.on_chip`).
 - Other kernels than those of a decode step as `reference.plan` lists them; stages of the law count as one kernel each.
 - A relaxed counter used as a work queue, without data behind it, is a false alarm of R9.
 """

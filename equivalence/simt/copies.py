@@ -172,6 +172,8 @@ def _mbar_init(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
     for lane, offset, n in zip(I.tolist(), offsets.tolist(), g.read(op.args[0], I).tolist(), strict=True):
         made = lane, int(g.clocks.now(lane)) if g.clocks else 0, op.line
+        if g.machine.races:
+            g.machine.races.barrier_made(g, op, offset, n > 0)
         g.mbars[offset] = dict(
             expected=n, left=n, tx=0, phase=0, late=[], known=None, last=None, done=None, made=made, users=set()
         )

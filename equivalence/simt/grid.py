@@ -69,6 +69,7 @@ class Grid:
         self.target = np.zeros(n, np.int64)
         self.cluster_arrived = np.zeros(self.ctas // csize, np.int64)
         self.cluster_phase = np.zeros(self.ctas // csize, np.int64)
+        self.between = np.zeros(n, bool)  # lanes that have arrived at the cluster's barrier, and not waited
         self.registers = {r.name: np.zeros(n, bool if r.width == 1 else UNSIGNED[r.width]) for r in self.code.registers}
         self.smem = np.full(self.ctas * self.smem_bytes, 0xFF, np.uint8)
         self.open: list = []  # cp.async not yet in a group: (lanes, offsets, data)
@@ -147,6 +148,10 @@ class Grid:
         for k, n in zip(*np.unique(key, return_counts=True), strict=True):
             mine = lanes[key == k]
             need = int(self.count_of_bar[mine[0]]) or live[int(k) // 16]
+            if n > need:
+                raise self.fault(
+                    self.line, int(mine[0]), f"{n} threads arrive at barrier {int(k) % 16}, which counts {need}"
+                )
             if n >= need:
                 self.pc[mine] -= PARKED
                 if self.machine.races:

@@ -2,12 +2,14 @@
 
 The skeleton of a kernel (`skeleton`) runs in the numpy back end under the race detector, once for each way that its
 conditions on data can fall. What is loaded is unknown, so nothing about values is assumed but this: a location that all
-threads of a CTA read holds one value for them. A condition that is met again falls the other way each
-time, so that both sides of loops run. Barriers, phases, byte counts and parities are those of the text.
+threads of a CTA read with plain loads holds one value for them. A condition that is met again falls the other way each
+time; where a loop with accesses or barriers meets one, that is not enough, and it is a doubt. Barriers, phases, byte
+counts and parities are those of the text; every other poll of an mbarrier is in vain.
 
     found(kernel, ptx) -> [Found(kind, line, text)]
 
-Where anything depends on the CTA's number, the first and the last cluster stand for all.
+Where anything depends on the CTA's number, the first and the last cluster stand for all. One schedule stands for all
+schedules: happens-before does not depend on it, but a phase that can pass twice before a slow thread looks does.
 """
 
 from collections.abc import Iterator
@@ -50,7 +52,7 @@ def found(kernel, ptx: str) -> list[Found]:
     bones = skeleton(code(ptx)[0], prod(kernel.cluster or (1,)) > 1)
     if bones.doubts:
         return [Found("doubt", d.line, d.text) for d in bones.doubts]
-    out = [Found("doubt", d.line, d.text) for d in bones.parted]
+    out = [Found("doubt", d.line, d.text) for d in bones.unsure]
     if len(bones.choices) > CHOICES:
         out.append(Found("doubt", 0, f"{len(bones.choices)} conditions depend on data; {CHOICES} are tried"))
         return out
@@ -61,6 +63,8 @@ def found(kernel, ptx: str) -> list[Found]:
         for falls in product((True, False), repeat=len(bones.choices)):
             for one in _run(kernel, bones, cluster, dict(zip(bones.choices, falls, strict=True))):
                 told.setdefault((one.kind, one.line), one)
+                if one.kind == "doubt":
+                    return out + list(told.values())  # a run that was cut off is long; the others may be, too
     return out + list(told.values())
 
 
@@ -117,7 +121,7 @@ class _Cluster(Grid):
         super().start()
         if begun:
             return
-        self.chosen: dict[int, np.ndarray] = {}  # by PTX line: whether a lane has chosen there an odd number of times
+        self.met: dict[int, np.ndarray] = {}
         size = np.array(self.kernel.cluster or (1, 1, 1), np.uint32)
         clusters = self.full // size
         for i, axis in enumerate("xyz"):
@@ -135,9 +139,23 @@ class _Cluster(Grid):
         pass
 
     def choose(self, op: Op, I) -> None:
-        times = self.chosen.setdefault(op.line, np.zeros(self.size, bool))
+        times = self._met(op)
         self.write(op.out[0], "pred", I, times[I] ^ self.falls[op.out[0].name])
         times[I] ^= True
+
+    def _met(self, op: Op):
+        """Per lane: whether it has met an operation an odd number of times."""
+        return self.met.setdefault(id(op), np.zeros(self.size, bool))
+
+    def poll(self, op: Op, I) -> None:
+        """Every other poll of an mbarrier is in vain, so that a wait which does not poll again shows."""
+        times = self._met(op)
+        vain, rest = I[~times[I]], I[times[I]]
+        self.write(op.out[0], "pred", vain, np.zeros(len(vain), bool))
+        times[vain] = True
+        if len(rest):
+            OPERATIONS["mbar_wait"](self, op, rest)
+            times[rest] = ~self.registers[op.out[0].name][rest]
 
     def finish(self) -> None:
         for offset, bar in self.mbars.items():
@@ -147,4 +165,4 @@ class _Cluster(Grid):
                                           f"mbarrier at shared memory + {offset % self.smem_bytes}")  # fmt: skip
         super().finish()
 
-    operations = OPERATIONS | {"choose": lambda g, op, I: g.choose(op, I)}
+    operations = OPERATIONS | {"choose": lambda g, op, I: g.choose(op, I), "mbar_wait": lambda g, op, I: g.poll(op, I)}

@@ -191,7 +191,15 @@ def _park(g, I, why: int) -> None:
 
 
 def _bar(g, op: Op, I) -> None:
-    g.name_of_bar[I], g.count_of_bar[I] = (g.read(a, I) for a in op.args)
+    name, count = (g.read(a, I) for a in op.args)
+    if (bad := (name > 15) | (count % 32 > 0)).any():
+        k = int(np.flatnonzero(bad)[0])
+        raise g.fault(
+            op.line, int(I[k]), f"barrier {name[k]} of {count[k]} threads: allowed are 0 to 15, multiples of 32"
+        )
+    if op.more["aligned"]:
+        g.whole(op, I)
+    g.name_of_bar[I], g.count_of_bar[I] = name, count
     _park(g, I, BAR)
 
 
@@ -200,6 +208,9 @@ def _warp_sync(g, op: Op, I) -> None:
 
 
 def _cluster_arrive(g, op: Op, I) -> None:
+    if g.between[I].any():
+        raise g.fault(op.line, int(I[np.argmax(g.between[I])]), "arrives at the cluster's barrier twice without a wait")
+    g.between[I] = True
     g.target[I] = g.cluster_phase[g.cluster[I]] + 1
     np.add.at(g.cluster_arrived, g.cluster[I], 1)
     if g.machine.races:
@@ -208,6 +219,9 @@ def _cluster_arrive(g, op: Op, I) -> None:
 
 
 def _cluster_wait(g, op: Op, I) -> None:
+    if not g.between[I].all():
+        raise g.fault(op.line, int(I[np.argmin(g.between[I])]), "waits at the cluster's barrier without having arrived")
+    g.between[I] = False
     _park(g, I, CLUSTER)
 
 

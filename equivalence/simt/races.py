@@ -62,6 +62,7 @@ class Shadow:
         self.write, self.reads = _Accesses(self.cells), _Accesses(self.cells * readers)
         self.readers = readers
         self.proxy, self.pending = np.zeros(self.cells, bool), np.zeros(self.cells, bool)
+        self.barriers = np.zeros(self.cells, np.int32)  # PTX line of the mbarrier.init of a live mbarrier
         self.using, self.user = np.zeros(self.cells, np.int16), _Accesses(self.cells)  # operands of unfinished work
 
 
@@ -174,6 +175,9 @@ class Races:
             self.report(f"register of an unfinished wgmma, then {'write' if write else 'read'}", g, first, line,
                          f"register {name}")  # fmt: skip
 
+    def barrier_made(self, g, op, offset: int, live: bool) -> None:
+        g.shadow.barriers[_cells([offset], 8)] = op.line if live else 0
+
     def barrier_used(self, g, op, lane: int, made: tuple, offset: int) -> None:
         """Who uses an mbarrier for the first time must know that it was initialised. made: lane, clock, PTX line."""
         if not g.clocks.knows(lane, made[0], made[1], (0, ROWS["mbarrier"])):
@@ -255,6 +259,9 @@ class Races:
             actor = np.where(late, 0, s.reads.actor[at])
             unfenced = self._unordered(g, I, actor, s.reads.epoch[at], row)
             self._tell(f"generic read, then asynchronous write {UNFENCED}", g, s, unfenced, s.reads, at, line, I)
+        if (made := s.barriers[cells]).any():
+            where = f"shared memory + {int(cells[made > 0][0]) * CELL % g.smem_bytes}"
+            self.report("mbarrier, then write over it", g, int(made.max()), line, where)
         self._tell(f"{IN_FLIGHT}, then write", g, s, s.pending[cells], w, cells, line, I)
         self._tell("operand that nobody waited for, then write", g, s, s.using[cells] > 0, s.user, cells, line, I)
         me = np.broadcast_to(g.base + I[:, None], cells.shape)

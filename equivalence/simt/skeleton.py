@@ -2,7 +2,8 @@
 
 `skeleton` cuts a Code down to the operations that decide who touches which bytes of shared memory in which order. What
 loads bring from memory is unknown. A condition that depends on it becomes a choice, which the caller makes for a whole
-CTA or cluster. A `Doubt` is an address, size or barrier that depends on data, or a choice in which threads may differ.
+CTA or cluster. What does not follow from the text is a `Doubt`: an address, size or barrier that depends on data; a
+choice about shared memory or barriers in which threads may differ, or that a loop meets again; a flag in shared memory.
 """
 
 from collections import Counter
@@ -16,8 +17,10 @@ SYNC = {
     "mbar_arrive", "mbar_wait", "cp_async", "cp_commit", "cp_wait", "cp_arrive", "bulk", "bulk_store", "bulk_commit",
     "bulk_wait", "st_async", "ldmatrix", "wgmma", "wg_fence", "wg_commit", "wg_wait",
 }  # fmt: skip
+CONTROL = {"jump", "exit", "trap", "pdl"}  # part of SYNC, and touch nothing
 COMPUTED = {"pure", "shfl", "vote", "redux", "activemask", "elect"}  # their results follow from their arguments
 OF_A_THREAD = ("tid_", "laneid", "warpid")  # special registers that differ inside a CTA
+SINGLE = {"elect", "ldmatrix", "mma", "wgmma", "atom"}  # give each thread its own
 OF_A_CTA = ("ctaid_", "cluster_ctaid_", "cluster_ctarank")
 
 
@@ -31,12 +34,12 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """code: what is left. choices: predicates that depend on data, in program order. parted: those of them in which
-    threads may differ. doubts: addresses, sizes and barriers that depend on data, with which nothing can run."""
+    """code: what is left. choices: predicates that depend on data, in program order. unsure: doubts with which it still
+    runs. doubts: addresses, sizes and barriers that depend on data, with which nothing can run."""
 
     code: Code
     choices: tuple[str, ...]
-    parted: tuple[Doubt, ...]
+    unsure: tuple[Doubt, ...]
     doubts: tuple[Doubt, ...]
 
 
@@ -45,7 +48,8 @@ def skeleton(code: Code, clustered: bool = False) -> Skeleton:
     ops = [op for block in code.blocks for op in block.ops]
     kept = [op for op in ops if _shared(op)]
     needed = _needed(ops, kept)
-    unknown, uneven = _unknown(ops), _uneven(code, OF_A_THREAD + (OF_A_CTA if clustered else ()))
+    flow = _Flow(code)
+    unknown, uneven = _unknown(ops), _uneven(code, flow, clustered)
     doubts = [Doubt(op.line, f"{op.text}: {r.name} depends on data") for op in kept for r in _steers(op)
               if r.name in unknown]  # fmt: skip
     keep = {id(op) for op in kept}
@@ -65,9 +69,29 @@ def skeleton(code: Code, clustered: bool = False) -> Skeleton:
                         chosen[r.name] = op
                         made.append(replace(op, kind="choose", out=(r,), args=(), at=None, more={}))
         blocks.append(Block(tuple(made), block.next))
-    parted = [Doubt(op.line, f"{op.text}: threads of a CTA may differ in {name}") for name, op in chosen.items()
-               if name in uneven]  # fmt: skip
-    return Skeleton(replace(code, blocks=tuple(blocks)), tuple(chosen), tuple(parted), tuple(doubts))
+    unsure = [Doubt(op.line, f"{op.text}: a flag in shared memory is not followed") for op in kept
+              if op.kind == "atom" or (op.kind == "load" and op.more["order"] != "weak")]  # fmt: skip
+    for name, op in chosen.items():
+        if name in uneven and _decides(code, flow, name):
+            unsure.append(Doubt(op.line, f"{op.text}: threads of a CTA may differ in {name}"))
+        if any(_acts(code, flow.cycle(n)) for n, block in enumerate(code.blocks) if op in block.ops):
+            unsure.append(Doubt(op.line, f"{op.text}: a loop meets this condition on data again and again"))
+    return Skeleton(replace(code, blocks=tuple(blocks)), tuple(chosen), tuple(unsure), tuple(doubts))
+
+
+def _acts(code: Code, blocks: set[int]) -> bool:
+    """Whether shared memory or a barrier is touched in these blocks."""
+    return any(_shared(op) and op.kind not in CONTROL for n in blocks for op in code.blocks[n].ops)
+
+
+def _decides(code: Code, flow: "_Flow", name: str) -> bool:
+    """Whether a predicate decides about an operation on shared memory or a barrier, by itself or by a branch."""
+    for n, block in enumerate(code.blocks):
+        for op in block.ops:
+            if op.guard and op.guard[0].name == name and _shared(op):
+                if op.kind not in CONTROL or _acts(code, flow.between(n)):
+                    return True
+    return False
 
 
 def _shared(op: Op) -> bool:
@@ -125,33 +149,38 @@ def _spread(ops: list[Op], source) -> set[str]:
 
 
 def _unknown(ops: list[Op]) -> set[str]:
-    """What depends on data: on anything loaded but parameters, or multiplied by a matrix instruction."""
-    return _spread(ops, lambda op: op.kind not in COMPUTED | {"mbar_wait"} and not _parameter(op))
+    """What depends on data: on anything loaded, parameters (which are pointers) included, or on a matrix product."""
+    return _spread(ops, lambda op: op.kind not in COMPUTED | {"mbar_wait"})
 
 
-def _parameter(op: Op) -> bool:
-    return op.kind == "load" and op.more["space"] == "param"
+def _uneven(code: Code, flow: "_Flow", clustered: bool) -> set[str]:
+    """What threads of one CTA may hold different values of: computed, loaded or chosen by way of a thread's number.
 
-
-def _uneven(code: Code, own: tuple[str, ...]) -> set[str]:
-    """What threads of one CTA may hold different values of: computed, loaded or chosen by way of a thread's number."""
+    A strong load may bring another value to each thread; memory of their own is another for CTAs of a cluster.
+    """
     ops = [op for block in code.blocks for op in block.ops]
+    own = OF_A_THREAD + (OF_A_CTA if clustered else ())
     makers = Counter(r.name for op in ops for r in op.out if r)
     regions = [
-        (op.guard[0].name, {id(o) for b in _between(code, n) for o in code.blocks[b].ops})
+        (op.guard[0].name, {id(o) for b in flow.between(n) for o in code.blocks[b].ops})
         for n, block in enumerate(code.blocks)
         for op in block.ops
         if op.kind == "jump" and op.guard
     ]
-    out: set[str] = set()
+
+    def differs(op: Op) -> bool:
+        if op.kind == "load":
+            return op.more["order"] != "weak" or (clustered and op.more["space"] == "shared")
+        specials = [a.source.name for a in op.args if isinstance(a.source, Special)]
+        return op.kind in SINGLE or any(s.startswith(own) for s in specials)
+
+    first, out = {id(op) for op in ops if differs(op)}, set()
     while True:
         parted = set().union(*(inside for guard, inside in regions if guard in out))
 
         def source(op: Op, parted=parted, out=out) -> bool:
-            specials = [a.source.name for a in op.args if isinstance(a.source, Special)]
             return (
-                any(s.startswith(own) for s in specials)
-                or op.kind in ("elect", "ldmatrix", "mma", "wgmma", "atom")
+                id(op) in first
                 or (op.kind == "load" and not out.isdisjoint(_reads(op)))
                 or (id(op) in parted and any(makers[r.name] > 1 for r in op.out if r))
             )
@@ -162,30 +191,43 @@ def _uneven(code: Code, own: tuple[str, ...]) -> set[str]:
         out = more
 
 
-def _between(code: Code, branch: int) -> set[int]:
-    """Blocks that a branch decides about: reached from it, and not on every way from it to an end."""
-    last = len(code.blocks)
-    ways = []
-    for block in code.blocks:
-        jumps = [op for op in block.ops if op.kind in ("jump", "exit")]
-        to = {op.more["target"] if op.kind == "jump" else last for op in jumps}
-        if not any(op.guard is None for op in jumps):
-            to.add(last if block.next is None else block.next)
-        ways.append(to)
-    after = [set(range(last + 1)) for _ in ways] + [{last}]  # what every way to the end passes
-    changed = True
-    while changed:
-        changed = False
-        for n in reversed(range(last)):
-            new = {n} | set.intersection(*(after[m] for m in ways[n]))
-            changed |= new != after[n]
-            after[n] = new
-    seen, todo = set(), list(ways[branch])
-    while todo:
-        if (n := todo.pop()) not in seen and n < last:
-            seen.add(n)
-            todo += ways[n]
-    return seen - after[branch]
+class _Flow:
+    """Ways between the blocks of a Code; the number after the last block is the end."""
+
+    def __init__(self, code: Code):
+        last = self.last = len(code.blocks)
+        self.ways: list[set[int]] = []
+        for block in code.blocks:
+            jumps = [op for op in block.ops if op.kind in ("jump", "exit")]
+            to = {op.more["target"] if op.kind == "jump" else last for op in jumps}
+            if not any(op.guard is None for op in jumps):
+                to.add(last if block.next is None else block.next)
+            self.ways.append(to)
+        self.after = [set(range(last + 1)) for _ in self.ways] + [{last}]  # what every way from here to the end passes
+        changed = True
+        while changed:
+            changed = False
+            for n in reversed(range(last)):
+                new = {n} | set.intersection(*(self.after[m] for m in self.ways[n]))
+                changed |= new != self.after[n]
+                self.after[n] = new
+        self.reached = [self._from(n) for n in range(last)]
+
+    def _from(self, block: int) -> set[int]:
+        seen, todo = set(), list(self.ways[block])
+        while todo:
+            if (n := todo.pop()) not in seen and n < self.last:
+                seen.add(n)
+                todo += self.ways[n]
+        return seen
+
+    def between(self, branch: int) -> set[int]:
+        """Blocks that a branch decides about: reached from it, and not on every way from it to the end."""
+        return self.reached[branch] - self.after[branch]
+
+    def cycle(self, block: int) -> set[int]:
+        """The blocks of loops around this one."""
+        return {n for n in self.reached[block] if block in self.reached[n]}
 
 
 def _bare(op: Op) -> Op:

@@ -135,6 +135,8 @@ class _Translator(Asynchronous):
             term = self.read(s, text.lstrip("!"), "pred")
             if text.startswith("!"):
                 raise s.unsupported("a negated predicate operand")
+            if text == operands[0]:
+                raise s.unsupported("a predicate that is combined with itself")
             more = {"helper": f"{combine}_pred"}
             made.append(self.make(s, "pure", out=(out,), result="pred", args=(Read(out, "pred"), term), more=more))
         return made
@@ -315,6 +317,6 @@ class _Translator(Asynchronous):
             raise s.unsupported()
         name = self.read(s, s.operands[0], "u32")
         count = self.read(s, s.operands[1], "u32") if len(s.operands) > 1 else Read(Const(0), "u32")
-        return self.make(s, "bar", args=(name, count))
+        return self.make(s, "bar", args=(name, count), more={"aligned": s.parts[0] == "bar" or "aligned" in s.parts})
 
     op_barrier = op_bar
