@@ -78,6 +78,9 @@ CASES = {
         f"setp.gt.s32 %p5, %r12, 0; @!%p5 bra $END; {SYNC} $END:", {"doubt"}),
     "a barrier for half of the threads": (f"@%p1 bra $END; bar.sync 1, 64; {SYNC} $END:", {"stuck"}),
     "a copy that is waited for": (RING.replace("BYTES", "512").replace("PARITY", "0"), set()),
+    "a copy that one thread waits for, and a barrier": (
+        RING.replace("BYTES", "512").replace("PARITY", "0").replace("$WAIT:", "$WAIT: @!%p1 bra $S;")
+        .replace("@!%p4 bra $WAIT;", "@!%p4 bra $WAIT; $S: bar.sync 0;"), set()),
     "a wait for the wrong parity": (RING.replace("BYTES", "512").replace("PARITY", "1"), {"race"}),
     "fewer bytes than are sent": (RING.replace("BYTES", "256").replace("PARITY", "0"), {"stuck"}),
     "a copy that nobody waits for": (

@@ -64,7 +64,7 @@ class Grid:
         self.special = {k: v.astype(np.uint32) for k, v in (ids | d).items()}
         self.pc = np.where(thread < self.threads, 0, EXITED).astype(np.int64)
         self.why, self.name_of_bar = np.zeros(n, np.int8), np.zeros(n, np.int64)
-        self.count_of_bar = np.zeros(n, np.int64)
+        self.count_of_bar, self.line_of_bar = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self.triggered, self.waited = self.pc >= EXITED, np.zeros(n, bool)
         self.target = np.zeros(n, np.int64)
         self.cluster_arrived = np.zeros(self.ctas // csize, np.int64)
@@ -152,10 +152,21 @@ class Grid:
                 raise self.fault(
                     self.line, int(mine[0]), f"{n} threads arrive at barrier {int(k) % 16}, which counts {need}"
                 )
-            if n >= need:
+            if n == need:
+                self._aligned(mine)
                 self.pc[mine] -= PARKED
                 if self.machine.races:
                     self.machine.races.barrier(self, mine)
+
+    def _aligned(self, lanes) -> None:
+        """Fault unless aligned barriers let go of whole warps, whose lanes all came by the same instruction."""
+        warps = np.unique(lanes[self.line_of_bar[lanes] > 0] // 32)
+        at, here = self.line_of_bar.reshape(-1, 32)[warps], np.isin(np.arange(self.size), lanes).reshape(-1, 32)[warps]
+        live = self.pc.reshape(-1, 32)[warps] < EXITED
+        apart = (live & ~here) | (here & (at != np.where(here, at, 0).max(1, keepdims=True)))
+        if apart.any():
+            w, lane = (int(k[0]) for k in np.nonzero(apart))
+            raise self.fault(int(at[w].max()), int(warps[w]) * 32 + lane, "is not at the aligned barrier of its warp")
 
     def execute(self, block: int, lanes) -> None:
         made = self.code.blocks[block]

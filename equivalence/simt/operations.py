@@ -197,9 +197,7 @@ def _bar(g, op: Op, I) -> None:
         raise g.fault(
             op.line, int(I[k]), f"barrier {name[k]} of {count[k]} threads: allowed are 0 to 15, multiples of 32"
         )
-    if op.more["aligned"]:
-        g.whole(op, I)
-    g.name_of_bar[I], g.count_of_bar[I] = name, count
+    g.name_of_bar[I], g.count_of_bar[I], g.line_of_bar[I] = name, count, op.line if op.more["aligned"] else 0
     _park(g, I, BAR)
 
 
