@@ -103,7 +103,7 @@ def _steers(op: Op) -> Iterator[Reg]:
     values = () if op.kind in ("store", "st_async", "load", "atom", "ldmatrix", "cp_async") else op.args
     if op.kind == "wgmma":
         values = [a for a in op.args if a.type in ("u64", "pred")]
-    places = [op.at, op.more.get("bar"), op.more.get("source") if op.kind == "bulk_store" else None]
+    places = [op.more["source"] if op.kind == "bulk_store" else op.at, op.more.get("bar")]  # not the global end
     for source in [a.source for a in values] + [p.base for p in places if p]:
         if isinstance(source, Reg):
             yield source
