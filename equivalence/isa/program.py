@@ -1,5 +1,6 @@
 """One representation for PTX and SASS: instructions, the paths between them, and a solver over those paths."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from .values import Value
 
 S = TypeVar("S")
+_BRACKETS = re.compile(r"[\[{(]")
 
 Literal = tuple[str, bool]  # a predicate register and the value it must have
 Operand = str | Value  # a register to read, or a value known at once
@@ -191,3 +193,17 @@ def solve(
             yield i, state
             if i in steps:
                 state = step(steps[i], state)
+
+
+def split(text: str) -> list[str]:
+    """Operands: split at commas outside brackets and braces."""
+    if not _BRACKETS.search(text):
+        return [o for part in text.split(",") if (o := part.strip())]
+    out, depth = [""], 0
+    for c in text:
+        depth += (c in "[{(") - (c in "]})")
+        if c == "," and not depth:
+            out.append("")
+        else:
+            out[-1] += c
+    return [o.strip() for o in out if o.strip()]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
 
-from .program import LOAD, LOCAL_MEMORY, Access, Inst, Literal, Move, Operand, Program, Unreadable, link
+from .program import LOAD, LOCAL_MEMORY, Access, Inst, Literal, Move, Operand, Program, Unreadable, link, split
 from .values import LOADED, LOCAL, NUMBER, SHARED, UNKNOWN, Value, origin, parameter
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
@@ -20,7 +20,6 @@ _PIECE = re.compile(
     r"|(?P<label>[\w$]+):(?!:)|(?P<inst>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
 )
 _NAME = re.compile(r"(?<![\w$.%])[%$A-Za-z_][\w$]*")
-_BRACKETS = re.compile(r"[\[{(]")
 _GUARD = re.compile(r"@(!?)([%\w$]+)\s+")
 _FLOAT = re.compile(r"(?:b?f16(?:x2)?|tf32|f32(?:x2)?|f64|e\dm\d(?:x\d)?)$")
 _NO_RESULT = {"bar", "barrier", "bra", "brx", "nanosleep", "call"}  # with a register first that is only read
@@ -134,20 +133,6 @@ class Reader:
         if _space(parts) in ("shared", "local") and parts[0] in ("st", "ld", "atom", "red"):
             _on_chip(self, inst, parts, operands)
         return inst
-
-
-def split(text: str) -> list[str]:
-    """Operands: split at commas outside brackets and braces."""
-    if not _BRACKETS.search(text):
-        return [o for part in text.split(",") if (o := part.strip())]
-    out, depth = [""], 0
-    for c in text:
-        depth += (c in "[{(") - (c in "]})")
-        if c == "," and not depth:
-            out.append("")
-        else:
-            out[-1] += c
-    return [o.strip() for o in out if o.strip()]
 
 
 @cache

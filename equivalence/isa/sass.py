@@ -9,12 +9,11 @@ from functools import cache, lru_cache
 from pathlib import PurePath
 
 from .cubin import Parameters
-from .program import LOAD, LOCAL_MEMORY, Access, Edge, Inst, Move, Operand, Program, Unreadable, link
+from .program import LOAD, LOCAL_MEMORY, Access, Edge, Inst, Move, Operand, Program, Unreadable, link, split
 from .values import LOADED, NUMBER, UNKNOWN, Value, origin, parameter
 
 _AT = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
 _INST = re.compile(r"\s+(?:@(!?)(U?P\w+)\s+)?([A-Z]\w*(?:\.\w+)*)\s*(.*?)\s*;")
-_BRACKETS = re.compile(r"[\[{(]")
 _NOTE = re.compile(r"\s*\(\*.*?\*\)")
 _RESULT = re.compile(r"U?R\d+(?:\.reuse)?")
 _LABEL = re.compile(r"\s*([.$\w]+):\s*$")
@@ -50,20 +49,6 @@ _CHIP = {
     "UTMALDG": "overwrite", "STAS|REDAS": "remote", "UCGABAR_ARV": "cluster arrive", "UCGABAR_WAIT": "cluster wait",
     "BAR": "barrier",
 }  # fmt: skip
-
-
-def _split(text: str) -> list[str]:
-    """Operands: split at commas outside brackets and braces."""
-    if not _BRACKETS.search(text):
-        return [o for part in text.split(",") if (o := part.strip())]
-    out, depth = [""], 0
-    for c in text:
-        depth += (c in "[{(") - (c in "]})")
-        if c == "," and not depth:
-            out.append("")
-        else:
-            out[-1] += c
-    return [o.strip() for o in out if o.strip()]
 
 
 def _constant(text: str, parameters: Parameters, byte: int = 0) -> Value:
@@ -290,7 +275,7 @@ def _instruction(m: re.Match, parameters: Parameters) -> Inst:
             return inst  # never executed
     elif predicate:
         inst.guard = predicate, not negated
-    parts, operands = _parts(op), _split(_NOTE.sub("", rest) if "(*" in rest else rest)
+    parts, operands = _parts(op), split(_NOTE.sub("", rest) if "(*" in rest else rest)
     _control(inst, parts, operands, rest)
     memory = [o for o in operands if "[" in o and not re.match(r"[-|~]*cx?\[", o)] if "[" in rest else []
     inst.access = _access(inst, parts, memory)
