@@ -29,6 +29,13 @@ BROKEN = {
     "a barrier in both sides of a split warp": (f"@%p1 bra $A; {SYNC} bra $E; $A: {SYNC} $E:", 64, {}),
     "half of each warp at a barrier": (
         "and.b32 %r10, %r1, 16; setp.eq.u32 %p5, %r10, 0; @!%p5 bra $E; bar.sync 1, 32; $E:", 64, {}),
+    "a cluster barrier arrived at twice": (
+        "barrier.cluster.arrive; barrier.cluster.arrive; barrier.cluster.wait;", 64, dict(cluster=(2, 1, 1))),
+    "a barrier of 40 threads": ("bar.sync 1, 40;", 64, {}),
+    "a barrier that is the seventeenth": ("bar.sync 16, 64;", 64, {}),
+    "a condition that a loop makes anew, and another line last": (
+        "$L: ld.global.b32 %r10, [%rd1]; setp.gt.s32 %p5, %r10, 0; "
+        f"{WRITE} {SYNC} {OTHER} {SYNC} @%p5 bra $L; setp.lt.s32 %p5, %r7, 9; @%p5 bra $E; {SYNC} $E:", 64, {}),
     "a cluster barrier waited for without an arrival": ("barrier.cluster.wait;", 64, dict(cluster=(2, 1, 1))),
     "a phase that may pass twice before it is seen": (BARRIER, 64, {}),
     "a store over an mbarrier": (

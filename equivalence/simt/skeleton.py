@@ -53,9 +53,9 @@ def skeleton(code: Code, clustered: bool = False) -> Skeleton:
     doubts = [Doubt(op.line, f"{op.text}: {r.name} depends on data") for op in kept for r in _steers(op)
               if r.name in unknown]  # fmt: skip
     keep = {id(op) for op in kept}
-    chosen: dict[str, Op] = {}
+    chosen: dict[str, list[tuple[int, Op]]] = {}  # with the block of each
     blocks = []
-    for block in code.blocks:
+    for n, block in enumerate(code.blocks):
         made = []
         for op in block.ops:
             outs = {r.name for r in op.out if r}
@@ -66,16 +66,18 @@ def skeleton(code: Code, clustered: bool = False) -> Skeleton:
                     made.append(op)
                 for r in op.out if outs & unknown else ():
                     if r and r.width == 1 and r.name in needed:
-                        chosen[r.name] = op
+                        chosen.setdefault(r.name, []).append((n, op))
                         made.append(replace(op, kind="choose", out=(r,), args=(), at=None, more={}))
         blocks.append(Block(tuple(made), block.next))
     unsure = [Doubt(op.line, f"{op.text}: a flag in shared memory is not followed") for op in kept
               if op.kind == "atom" or (op.kind == "load" and op.more["order"] != "weak")]  # fmt: skip
-    for name, op in chosen.items():
+    for name, made in chosen.items():
         if name in uneven and _decides(code, flow, name):
+            op = made[0][1]
             unsure.append(Doubt(op.line, f"{op.text}: threads of a CTA may differ in {name}"))
-        if any(_acts(code, flow.cycle(n)) for n, block in enumerate(code.blocks) if op in block.ops):
-            unsure.append(Doubt(op.line, f"{op.text}: a loop meets this condition on data again and again"))
+        for n, op in made:
+            if _acts(code, flow.cycle(n)):
+                unsure.append(Doubt(op.line, f"{op.text}: a loop meets this condition on data again and again"))
     return Skeleton(replace(code, blocks=tuple(blocks)), tuple(chosen), tuple(unsure), tuple(doubts))
 
 
