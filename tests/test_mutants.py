@@ -56,6 +56,15 @@ def test_one_of_each_kind_is_caught_by_whom_it_should(name, checkers):
         assert judged.hoisted["sm_103a"] >= 1
 
 
+def test_a_kernel_of_one_target_is_judged_there_alone():
+    entry = CATALOG["wgmma: proxy fence after the stores dropped"]
+    (judged,) = judge([entry], ("sm_103a", "sm_90a"), 1)
+    assert judged.targets == ("sm_90a",) == tuple({s.target for s in judged.seen}) and judged.by(STATIC)
+    assert judge([entry], SMALL, 1) == [] and clean("wgmma", SMALL, 1) == ([], 0, 0)
+    with pytest.raises(ValueError, match="target sm_103a: allowed for these mutants are sm_90a"):
+        score("wgmma: ", SMALL)
+
+
 def test_an_edit_that_is_no_kernel_hides_no_other():
     edits = [("    acc.fill(0.0)\n", "    acc.fill(nothing_like_that)\n")]
     bad = made(ORDERING, "own", "direct: no kernel", edits, STATIC, "a name that is not there")

@@ -3,10 +3,10 @@
     ./tools/k3 order --score                    # every mutant, every checker; false alarms on the clean kernels
     ./tools/k3 order --toolchain FOLDER         # the order proof with another CuTe DSL
 
-Rooms: `entry` says what a mutant is; `of_kda`, `of_attn_res`, `of_linear` and `of_patterns` hold them, `catalog` all of
-them by name. `patterns` are small kernels in the shapes that production kernels have or will have: flags, counters,
-rings. `scenes` gives each base its arguments, `stream` the launches around it, `checkers` asks one checker, `score` all
-of them. `toolchain` and `compile_child` compile with other versions.
+Rooms: `entry` says what a mutant is; `of_kda`, `of_attn_res`, `of_linear`, `of_wgmma` and `of_patterns` hold them,
+`catalog` all of them by name. `patterns` are small kernels in the shapes that production kernels have or will have:
+flags, counters, rings. `scenes` gives each base its arguments, `stream` the launches around it, `checkers` asks one
+checker, `score` all of them. `toolchain` and `compile_child` compile with other versions.
 
 Families. "ordering": a wait, trigger, barrier, phase, fence or flag is missing, late, early or wrong. "hoisted load": a
 produced tensor is read by a load that a compiler may lift. "state": values or rows of state are wrong in any order.

@@ -57,13 +57,21 @@ def spent() -> float:
     return sum(os.times()[:4])
 
 
+def served(base: str, targets: Sequence[str]) -> tuple[str, ...]:
+    """Those of the targets that a base is for."""
+    return tuple(t for t in targets if t in BASES[base].targets)
+
+
 def build(entry: Mutant | None, base: str, targets: Sequence[str]) -> Built:
-    """Compile a mutant, or the clean kernel for None. Raises what the compiler raises, but for a wait that is gone."""
+    """Compile a mutant, or the clean kernel for None, for the targets that its base is for.
+
+    Raises what the compiler raises, but for a wait that is gone.
+    """
     began, b = spent(), BASES[base]
     module = b.original if entry is None else mutant(b.original, entry.edits)
     kernel = b.kernel(module, tensors(base))
     try:
-        builds = {b.target: b for b in lower(kernel, targets)}
+        builds = {b.target: b for b in lower(kernel, served(base, targets))}
     except ValueError as error:
         if NEVER_WAITS not in str(error):
             raise
@@ -75,12 +83,12 @@ def static(entries: Sequence[Mutant], built: Sequence[Built], targets: Sequence[
     """The order proof of PTX and SASS of several mutants at once. A quality mutant counts as caught by any finding,
     others by a verdict."""
     began = spent()
-    asked = [(n, t) for n, made in enumerate(built) for t in targets if not made.refused]
+    asked = [(n, t) for n, made in enumerate(built) for t in made.builds]
     reports = dict(zip(asked, check_builds([built[n].builds[t] for n, t in asked]), strict=True))
     each, out = (spent() - began) / max(len(asked), 1), []
     for n, (entry, made) in enumerate(zip(entries, built, strict=True)):
         out.append([])
-        for t in targets:
+        for t in served(entry.base, targets):
             if made.refused:
                 out[n].append(Seen(STATIC, t, 1, 1, 0.0, f"refused: {made.refused}"))
                 continue

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fast import kda, linear
-from fast.kernel import Kernel
+from fast.kernel import ARCHS, Kernel
 from fast.linear_direct import DirectConfig
 from fast.linear_fma import FmaConfig
 from fast.linear_mma import MmaConfig
+from fast.linear_wgmma import WgmmaConfig
 from reference.stage import Role
 
 from . import patterns
@@ -31,7 +32,7 @@ class Base:
     """A kernel to break. kernel(module, tensors) builds it from its module or from a broken copy.
 
     stages, attrs: the law of what it computes; none for patterns. alone: tensors of one row by itself, where the
-    kernel promises that a row does not depend on its batch.
+    kernel promises that a row does not depend on its batch. targets: those it is for.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Base:
     stages: tuple[str, ...] = ()
     attrs: Mapping = field(default_factory=dict)
     alone: Callable[[dict[str, Tensor]], tuple[int, dict[str, Tensor]]] | None = None
+    targets: tuple[str, ...] = ARCHS
 
     @property
     def original(self) -> ModuleType:
@@ -108,13 +110,14 @@ def _gemm(M: int, N: int, K: int) -> dict[str, Tensor]:
 
 
 def _projection(module: str, config, shape: tuple[int, int, int]) -> dict:
-    entry = {"fma": "fma_entry", "direct": "direct_entry", "mma": "mma_entry"}[module.rpartition("_")[2]]
+    entry = module.rpartition("_")[2] + "_entry"
 
     def kernel(broken: ModuleType, t: dict[str, Tensor]) -> Kernel:
         clean = linear.linear_kernel(config, *shape, t["x"].stride(0), t["out"].stride(0))
         return changed(clean, entry=getattr(broken, entry))
 
-    return dict(module=module, kernel=kernel, tensors=lambda: _gemm(*shape), stages=("kda.o_proj",))
+    targets = linear.WGMMA_ARCHS if isinstance(config, WgmmaConfig) else ARCHS
+    return dict(module=module, kernel=kernel, tensors=lambda: _gemm(*shape), stages=("kda.o_proj",), targets=targets)
 
 
 # ---- patterns
@@ -149,6 +152,8 @@ def _bases() -> list[Base]:
         Base("mma bulk", **_projection("fast.linear_mma", MmaConfig(16, 1, 1, 2, 192, 2, 2, True), (5, 24, 768))),
         Base("mma async", **_projection("fast.linear_mma", MmaConfig(32, 1, 2, 1, 32, 2, 2, False), (9, 40, 160))),
         Base("mma split", **_projection("fast.linear_mma", MmaConfig(32, 2, 1, 2, 192, 1, 1, True), (6, 32, 384))),
+        Base("wgmma", **_projection("fast.linear_wgmma", WgmmaConfig(1, 1, 2, 1, 2, 2), (9, 72, 256))),
+        Base("wgmma split", **_projection("fast.linear_wgmma", WgmmaConfig(1, 2, 2, 1, 2, 2, 2), (20, 64, 512))),
     ]  # fmt: skip
     for name in ("GEMV", "SCAN", "RING", "BULK", "SPLIT", "MAILBOX"):
         made.append(

@@ -140,10 +140,12 @@ def _clean(base: str, targets: tuple[str, ...]) -> checkers.Built:
 
 
 def judge(entries: Sequence[Mutant], targets: Sequence[str], repeats: int) -> list[Judged]:
-    """Ask every checker that can see the family of each mutant; the order proof takes all of them at once.
+    """Ask every checker that can see the family of each mutant; the order proof takes all of them at once. Those of a
+    kernel that is for none of the targets are left out.
 
     Schedules run on the first target, and on the others where the order proof is silent; equal PTX runs once.
     """
+    entries = [e for e in entries if checkers.served(e.base, targets)]
     built, out = [_build(e, targets) for e in entries], []
     for entry, made in zip(entries, built, strict=True):
         if made.broken:
@@ -160,12 +162,13 @@ def judge(entries: Sequence[Mutant], targets: Sequence[str], repeats: int) -> li
         one.hoisted = hoisted
         if not made.refused:
             clean = _clean(entry.base, tuple(targets))
-            one.same = tuple(t for t in targets if checkers.same_code(made, clean, t))
+            mine = tuple(made.builds)
+            one.same = tuple(t for t in mine if checkers.same_code(made, clean, t))
             if entry.family == STATE:
-                one.seen += [checkers.law(entry, made, targets[0])] if BASES[entry.base].stages else []
+                one.seen += [checkers.law(entry, made, mine[0])] if BASES[entry.base].stages else []
             elif entry.family != QUALITY:
                 silent = [s.target for s in seen if not s.caught]
-                asked = [t for t in targets if t in silent or t == targets[0]]
+                asked = [t for t in mine if t in silent or t == mine[0]]
                 one.seen += list(_schedules(entry, made, asked, repeats))
         one.seconds = checkers.spent() - began + made.seconds + sum(s.seconds for s in seen if s.checker == STATIC)
         out.append(one)
@@ -182,10 +185,10 @@ def _build(entry: Mutant, targets: Sequence[str]) -> checkers.Built:
 def _lifted(entries, built, targets: Sequence[str]) -> list[dict[str, int]]:
     """For hoisted loads, `lifted` of each target's SASS; nothing for others."""
     out: list[dict[str, int]] = [{} for _ in entries]
-    asked = [n for n, e in enumerate(entries) if e.family == HOISTED and not built[n].refused]
-    for target in targets if asked else ():
+    for target in targets:
+        asked = [n for n, e in enumerate(entries) if e.family == HOISTED and target in built[n].builds]
         builds = [built[n].builds[target] for n in asked]
-        texts = cubin.disassemble([(b.cubin, b.symbol) for b in builds], target)
+        texts = cubin.disassemble([(b.cubin, b.symbol) for b in builds], target) if builds else []
         for n, text in zip(asked, texts, strict=True):
             out[n][target] = lifted(text)
     return out
@@ -209,7 +212,9 @@ def lifted(sass: str) -> int:
 
 def clean(base: str, targets: Sequence[str], schedules: int) -> tuple[list[Alarm], int, int]:
     """Everything the checkers say of a clean kernel: (alarms, proofs, schedules run)."""
-    made, alarms = _clean(base, tuple(targets)), []
+    if not (targets := checkers.served(base, targets)):
+        return [], 0, 0
+    made, alarms = _clean(base, targets), []
     for target, report in zip(targets, check_builds([made.builds[t] for t in targets]), strict=True):
         alarms += [Alarm(base, target, STATIC, str(f)) for f in report.findings]
     for n, target in enumerate(targets):
@@ -251,11 +256,15 @@ def score(
     told: gets a line, and the score so far, whenever some are done. Raises ValueError for a name or target that is not
     there, EditError if a kernel has moved on from an edit.
     """
-    entries = [m for m in CATALOG.values() if wanted in m.name]
-    if not entries:
-        raise ValueError(f"no mutant's name contains {wanted!r}")
     if unknown := [t for t in targets if t not in TARGETS]:
         raise ValueError(f"target {unknown[0]!r}: allowed are {', '.join(TARGETS)}")
+    named = [m for m in CATALOG.values() if wanted in m.name]
+    if not named:
+        raise ValueError(f"no mutant's name contains {wanted!r}")
+    entries = [m for m in named if checkers.served(m.base, targets)]
+    if not entries:
+        allowed = dict.fromkeys(t for m in named for t in BASES[m.base].targets)
+        raise ValueError(f"target {', '.join(targets)}: allowed for these mutants are {', '.join(allowed)}")
     bases = list(dict.fromkeys(m.base for m in entries))
     result, order = Score([], [], 0, 0, 0.0, part=bool(wanted)), {m.name: n for n, m in enumerate(entries)}
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
