@@ -79,6 +79,13 @@ class Inst:
             self.targets, self.falls, self.exits, self.loose, self.doubt, self.chip, self.implies,
         )  # fmt: skip
 
+    def registers(self) -> list[str]:
+        """All registers and predicates that it names, some of them several times."""
+        literals = [*filter(None, [self.guard]), *(literal for pair in self.implies for literal in pair)]
+        operands = [o for move in self.moves for o in (move.into, *move.operands)]
+        operands += [*self.writes, *self.reads, *(self.access.address if self.access else ())]
+        return [*(name for name, _ in literals), *(o for o in operands if isinstance(o, str))]
+
 
 class Edge(NamedTuple):
     to: int

@@ -6,11 +6,11 @@ any call, becomes a doubt that the rules report.
 """
 
 import re
-from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import PurePath
 
+from .forms import Form
 from .program import LOAD, LOCAL_MEMORY, Access, Inst, Literal, Move, Operand, Program, Unreadable, link, split
 from .values import LOADED, LOCAL, NUMBER, SHARED, UNKNOWN, Value, origin, parameter
 
@@ -20,6 +20,7 @@ _PIECE = re.compile(
     r"|(?P<label>[\w$]+):(?!:)|(?P<inst>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
 )
 _NAME = re.compile(r"(?<![\w$.%])[%$A-Za-z_][\w$]*")
+_NAMES = re.compile(f"({_NAME.pattern})")
 _GUARD = re.compile(r"@(!?)([%\w$]+)\s+")
 _FLOAT = re.compile(r"(?:b?f16(?:x2)?|tf32|f32(?:x2)?|f64|e\dm\d(?:x\d)?)$")
 _NO_RESULT = {"bar", "barrier", "bra", "brx", "nanosleep", "call"}  # with a register first that is only read
@@ -34,8 +35,10 @@ _SPACES = ("global", "shared", "local", "param", "const")
 @dataclass
 class _Scope:
     suffix: str
-    registers: list[tuple[str, bool, str]]  # name, whether it is a prefix of numbered registers, declared type
+    registers: dict[str, str]  # declared types by name
+    numbered: dict[str, str]  # by the prefix of numbered registers
     memory: dict[str, int]  # variables in shared or local memory, by origin
+    known: dict[str, Operand | None]  # what names were found to be, seen from here
 
 
 class Reader:
@@ -43,7 +46,7 @@ class Reader:
 
     def __init__(self, parameters: dict[str, Value], module: dict[str, int], files: dict[str, str]):
         self.parameters, self.files = parameters, files
-        self.scopes = [_Scope("", [], module)]
+        self.scopes = [_Scope("", {}, {}, module, {})]
         self.types: dict[str, str] = {}  # of the registers met so far, as declared: "b32", "pred"
         self.opened = 0
         self.insts: list[Inst] = []
@@ -51,50 +54,38 @@ class Reader:
         self.jumps: list[tuple[Inst, str, list[str]]] = []  # instruction, label, suffixes of the scopes it can see
         self.tables: dict[str, list[str]] = {}
         self.source = ""
-        # What texts of operands were read as before, in each open scope: all of them, and the registers alone.
-        self.known: list[dict[str, tuple[tuple[Operand, ...], tuple[str, ...]]]] = [{}]
 
     def open(self) -> None:
         self.opened += 1
-        self.scopes.append(_Scope(f"@{self.opened}", [], {}))
-        self.known.append({})
+        self.scopes.append(_Scope(f"@{self.opened}", {}, {}, {}, {}))
 
     def close(self) -> None:
         self.scopes.pop()
-        self.known.pop()
 
     def operand(self, name: str) -> Operand | None:
         """A register by its unique name, the address of a variable or parameter, or None for anything else."""
+        prefix = name.rstrip("0123456789")
         for scope in reversed(self.scopes):
-            for declared, numbered, kind in scope.registers:
-                if name == declared or (numbered and name.startswith(declared) and name[len(declared) :].isdigit()):
-                    self.types[name + scope.suffix] = kind
-                    return name + scope.suffix
+            if kind := scope.registers.get(name) or scope.numbered.get(prefix):
+                self.types[name + scope.suffix] = kind
+                return name + scope.suffix
             if name in scope.memory:
                 return origin(scope.memory[name])
         return self.parameters.get(name)
 
-    def operands(self, text: str) -> tuple[Operand, ...]:
-        return (self.known[-1].get(text) or self._read(text))[0]
-
-    def registers(self, text: str) -> tuple[str, ...]:
-        return (self.known[-1].get(text) or self._read(text))[1]
-
-    def _read(self, text: str) -> tuple[tuple[Operand, ...], tuple[str, ...]]:
-        found = tuple(o for o in map(self.operand, _NAME.findall(text)) if o is not None)
-        self.known[-1][text] = read = found, tuple(o for o in found if isinstance(o, str))
-        return read
-
     def declare(self, text: str) -> None:
-        words = text.split()
-        self.known[-1].clear()
+        words, scope = text.split(), self.scopes[-1]
+        scope.known.clear()
         if words[0] == ".reg":
             for item in text.split(None, 2)[2].split(","):
                 name, _, count = item.strip().partition("<")
-                self.scopes[-1].registers.append((name, bool(count), words[1].lstrip(".")))
+                kind = words[1].lstrip(".")
+                (scope.numbered if count else scope.registers)[name] = kind
+                if count and name[-1:].isdigit():  # no prefix that `operand` would find
+                    scope.registers |= {f"{name}{n}": kind for n in ("", *range(int(count.rstrip(">"))))}
         elif words[0] in (".shared", ".local"):
             name = re.search(r"([\w$]+)\s*(?:\[[^]]*\])?$", text)[1]
-            self.scopes[-1].memory[name] = SHARED if words[0] == ".shared" else LOCAL
+            scope.memory[name] = SHARED if words[0] == ".shared" else LOCAL
 
     def statement(self, text: str, line: int) -> None:
         text = " ".join(text.split())
@@ -107,32 +98,77 @@ class Reader:
             self.insts.append(self.instruction(text, line))
 
     def instruction(self, text: str, line: int) -> Inst:
-        guard: Literal | None = None
-        body = text
+        guard, body = "", text
         if m := _GUARD.match(text):
-            guard, body = (self.registers(m[2])[0], not m[1]), text[m.end() :]
+            guard, body = m[0], text[m.end() :]
         op, _, rest = body.partition(" ")
-        parts = _parts(op)
-        operands = split(rest)
-        inst = Inst(line, op, text, self.source, guard)
-        if parts[0] in ("bra", "brx"):
-            self.jumps.append((inst, operands[-1], [s.suffix for s in self.scopes]))
-            inst.falls = parts[0] == "bra" and guard is not None
-        elif parts[0] in ("ret", "exit", "trap"):
-            inst.falls, inst.exits = guard is not None, parts[0] != "trap"
-        elif parts[0] == "call":
-            inst.doubt = "the call is not followed"
-        _memory(self, inst, parts, operands)
-        inst.sync = _sync(parts, inst.access.order if inst.access else "")
-        inst.chip = _chip(parts)
-        result = bool(operands) and not operands[0].startswith("[") and (parts[0] not in _NO_RESULT or "red" in parts)
-        inst.reads = tuple(r for o in operands[result:] for r in self.registers(o))
-        if result:
-            inst.writes = self.registers(operands[0])
-            inst.moves = _moves(self, inst, parts, operands)
-        if _space(parts) in ("shared", "local") and parts[0] in ("st", "ld", "atom", "red"):
-            _on_chip(self, inst, parts, operands)
+        pieces, registers, known = _NAMES.split(guard + rest), [], self.scopes[-1].known
+        for i in range(1, len(pieces), 2):
+            name = pieces[i]
+            if name not in known:
+                known[name] = self.operand(name)
+            if (found := known[name]) is not None:
+                pieces[i] = found
+                if found.__class__ is str:
+                    registers.append(found)
+                    pieces[i] = None
+        inst = _form(op, bool(guard), tuple(pieces)).fill(registers, line, text, self.source)
+        if _parts(op)[0] in ("bra", "brx"):
+            self.jumps.append((inst, split(rest)[-1], [s.suffix for s in self.scopes]))
         return inst
+
+
+class _Names:
+    """What the names in an operand are. Registers stand for any others, by their order in the text."""
+
+    def __init__(self, known: dict[str, Operand]):
+        self.known = known
+        self.operand = known.get
+
+    def operands(self, text: str) -> tuple[Operand, ...]:
+        return tuple(o for o in map(self.operand, _NAME.findall(text)) if o is not None)
+
+    def registers(self, text: str) -> tuple[str, ...]:
+        return tuple(o for o in self.operands(text) if isinstance(o, str))
+
+
+@lru_cache(1 << 15)
+def _form(op: str, guarded: bool, pieces: tuple) -> Form:
+    """pieces: the guard and the operands; every second one a name: a value, None for a register, or text."""
+    known, stand_ins, texts = {}, {}, list(pieces)
+    for i in range(1, len(pieces), 2):
+        if not isinstance(pieces[i], str):
+            texts[i] = name = f"%{i}"
+            known[name] = name if pieces[i] is None else pieces[i]
+            if pieces[i] is None:
+                stand_ins[name] = len(stand_ins)
+    names, body, guard = _Names(known), "".join(texts), None
+    if guarded:
+        m = _GUARD.match(body)
+        guard, body = (names.registers(m[2])[0], not m[1]), body[m.end() :]
+    return Form(_instruction(names, op, split(body), guard), stand_ins)
+
+
+def _instruction(names: _Names, op: str, operands: list[str], guard: Literal | None) -> Inst:
+    parts = _parts(op)
+    inst = Inst(0, op, f"{op} {', '.join(operands)}", "", guard)
+    if parts[0] in ("bra", "brx"):
+        inst.falls = parts[0] == "bra" and guard is not None
+    elif parts[0] in ("ret", "exit", "trap"):
+        inst.falls, inst.exits = guard is not None, parts[0] != "trap"
+    elif parts[0] == "call":
+        inst.doubt = "the call is not followed"
+    _memory(names, inst, parts, operands)
+    inst.sync = _sync(parts, inst.access.order if inst.access else "")
+    inst.chip = _chip(parts)
+    result = bool(operands) and not operands[0].startswith("[") and (parts[0] not in _NO_RESULT or "red" in parts)
+    inst.reads = tuple(r for o in operands[result:] for r in names.registers(o))
+    if result:
+        inst.writes = names.registers(operands[0])
+        inst.moves = _moves(names, inst, parts, operands)
+    if _space(parts) in ("shared", "local") and parts[0] in ("st", "ld", "atom", "red"):
+        _on_chip(names, inst, parts, operands)
+    return inst
 
 
 @cache
@@ -154,10 +190,10 @@ def _order(parts: tuple[str, ...], default: str) -> str:
     return next((p for p in parts if p in ("relaxed", "volatile", "mmio", "acquire", "release", "acq_rel")), default)
 
 
-def _memory(reader: Reader, inst: Inst, parts: tuple[str, ...], operands: list[str]) -> None:
+def _memory(names: _Names, inst: Inst, parts: tuple[str, ...], operands: list[str]) -> None:
     """Set the access (or the doubt) of an instruction that may touch global memory."""
     base, space = parts[0], _space(parts)
-    at = reader.operands
+    at = names.operands
 
     def access(kind: str, operand: int, default: str = "weak") -> Access:
         return Access(kind, at(operands[operand]), "nc" not in parts, _order(parts, default), not _float(parts))
@@ -202,7 +238,7 @@ def _copy(inst: Inst, parts: tuple[str, ...], operands: list[str], access) -> No
         inst.doubt = "a copy between spaces that the checker does not know"
 
 
-def _on_chip(reader: Reader, inst: Inst, parts: tuple[str, ...], operands: list[str]) -> None:
+def _on_chip(names: _Names, inst: Inst, parts: tuple[str, ...], operands: list[str]) -> None:
     """Data through shared or local memory: each is one variable, which only grows."""
     memory = f"{_space(parts)} memory"
     if parts[0] != "st":
@@ -210,7 +246,7 @@ def _on_chip(reader: Reader, inst: Inst, parts: tuple[str, ...], operands: list[
     if parts[0] != "ld":
         inst.writes += (memory,)
     if parts[0] == "st" and memory == LOCAL_MEMORY:
-        inst.moves = (Move(memory, reader.operands(operands[1]) or (NUMBER,)),)
+        inst.moves = (Move(memory, names.operands(operands[1]) or (NUMBER,)),)
 
 
 @cache
@@ -259,15 +295,15 @@ def _chip(parts: tuple[str, ...]) -> str:
     return "fence" if base == "fence" and {"proxy", "async"} <= set(parts) and "global" not in parts else ""
 
 
-def _moves(reader: Reader, inst: Inst, parts: tuple[str, ...], operands: list[str]) -> tuple[Move, ...]:
+def _moves(names: _Names, inst: Inst, parts: tuple[str, ...], operands: list[str]) -> tuple[Move, ...]:
     """What the registers of the first operand become."""
     base, space = parts[0], _space(parts)
-    sources = tuple(o for text in operands[1:] for o in reader.operands(text))
+    sources = tuple(o for text in operands[1:] for o in names.operands(text))
     if inst.access:
         sources = (LOAD,)
     elif base == "ld" and space == "param":
         words = operands[1].strip("[] ").partition("+")
-        known = reader.operand(words[0])
+        known = names.operand(words[0])
         sources = (NUMBER if known is None else known,)
     elif base == "ld" and space == "local":
         sources = (LOCAL_MEMORY,)
@@ -276,7 +312,7 @@ def _moves(reader: Reader, inst: Inst, parts: tuple[str, ...], operands: list[st
     elif inst.doubt:
         sources = (origin(UNKNOWN),)
     elif base in ("selp", "slct"):
-        return tuple(Move(r, reader.operands(", ".join(operands[1:3])) or (NUMBER,), either=True) for r in inst.writes)
+        return tuple(Move(r, names.operands(", ".join(operands[1:3])) or (NUMBER,), either=True) for r in inst.writes)
     elif base in ("setp", "mma", "mbarrier") or (base not in ("mov", "shfl") and _float(parts)):
         sources = ()
     return tuple(Move(r, sources or (NUMBER,)) for r in inst.writes)
@@ -288,9 +324,15 @@ def read(ptx: str, symbol: str) -> Program:
     return Program("PTX", reader.insts, link(reader.insts, reader.labels), ordered=False)
 
 
+def _blank(comment: re.Match) -> str:
+    """As many blanks and lines as the comment has."""
+    text = comment[0]
+    return re.sub(r"[^\n]", " ", text) if "\n" in text else " " * len(text)
+
+
 def scan(ptx: str, symbol: str, kind: type[Reader] = Reader) -> Reader:
     """The reader after `.entry symbol`. Raises Unreadable if it is not there or breaks off."""
-    text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), ptx)
+    text = _COMMENT.sub(_blank, ptx)
     entry = re.search(rf"\.entry\s+{re.escape(symbol)}\s*\(", text)
     if not entry:
         raise Unreadable(f"the PTX has no .entry {symbol}")
@@ -312,28 +354,30 @@ def scan(ptx: str, symbol: str, kind: type[Reader] = Reader) -> Reader:
 
 
 def _body(reader: Reader, text: str, at: int) -> None:
-    starts = [m.start() for m in re.finditer(r"\n", text)]
+    line, end, match, statement = 1 + text.count("\n", 0, at), at, _PIECE.match, reader.statement
     while True:
-        m = _PIECE.match(text, at)
+        m = match(text, at)
         if not m:
-            raise Unreadable(f"PTX line {bisect_right(starts, at) + 1}: cannot read {text[at : at + 60].strip()!r}")
-        line = bisect_right(starts, m.end() - 1) + 1
-        at = m.end()
-        if m["open"]:
+            line += text.startswith("\n", at)
+            raise Unreadable(f"PTX line {line}: cannot read {text[at : at + 60].strip()!r}")
+        at, end = m.end(), at
+        line += text.count("\n", end, at)
+        kind = m.lastgroup
+        if kind == "inst":
+            try:
+                statement(m["inst"], line)
+            except (IndexError, StopIteration):
+                raise Unreadable(f"PTX line {line}: cannot read {' '.join(m['inst'].split())!r}") from None
+        elif kind == "open":
             reader.open()
-        elif m["close"]:
+        elif kind == "close":
             if len(reader.scopes) == 1:
                 break
             reader.close()
-        elif m["loc"]:
+        elif kind == "loc":
             reader.source = f"{PurePath(reader.files.get(m['file'], '?')).name}:{m['line']}"
-        elif m["label"]:
-            reader.labels[m["label"] + reader.scopes[-1].suffix] = len(reader.insts)
         else:
-            try:
-                reader.statement(m["inst"], line)
-            except (IndexError, StopIteration):
-                raise Unreadable(f"PTX line {line}: cannot read {' '.join(m['inst'].split())!r}") from None
+            reader.labels[m["label"] + reader.scopes[-1].suffix] = len(reader.insts)
     _resolve(reader)
 
 

@@ -9,7 +9,9 @@ from functools import cache, lru_cache
 from pathlib import PurePath
 
 from .cubin import Parameters
-from .program import LOAD, LOCAL_MEMORY, Access, Edge, Inst, Move, Operand, Program, Unreadable, link, split
+from .forms import Form
+from .program import LOAD, LOCAL_MEMORY, Access, Inst, Move, Operand, Program, Unreadable, link, split
+from .sass_flow import TARGET, calls, converge
 from .values import LOADED, NUMBER, UNKNOWN, Value, origin, parameter
 
 _AT = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
@@ -21,8 +23,10 @@ _LINE = re.compile(r'\s*//## File "([^"]*)", line (\d+)')
 _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)\b")
 _PREDICATE = re.compile(r"(!?)(U?P(?:\d+|T))$")
 _CONSTANT = re.compile(r"c\[(0x[0-9a-f]+)\]\[(?:(U?R\w+)(?:\.\w+)*\+?)?(-?0x[0-9a-f]+)?\]")
-_TARGET = re.compile(r"\.L_\w+|\$[\w$]+|(?<![\w+-])0x[0-9a-f]+")
 _DOUBLE = re.compile(r"D(?:ADD|MUL|FMA)|F(?:ADD|MUL|FMA)2")
+_NUMBERED = re.compile(r"(?<![\w.])(U?[RP])(\d+)\b")
+_NAMES_CODE = re.compile(r"[`$\"]|\.L_")  # labels and functions, whose names may look like registers
+STAND_IN = 10000  # the first number that stands for another; the next stands for the next, as operands of 64 bits
 _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 
 # A first register that is only read, or predicates alone as results.
@@ -195,14 +199,14 @@ def _control(inst: Inst, parts: tuple[str, ...], operands: list[str], rest: str)
     if base in ("BRA", "JMP", "BRX", "BRXU", "JMX", "JMXU", "CALL"):
         listed = re.search(r"BRANCH_TARGETS\s+([^\"*]*)", rest)
         direct = operands[-1] if operands and not base.startswith(("BRX", "JMX")) else ""
-        inst.targets = tuple(_TARGET.findall(listed[1] if listed else direct))
+        inst.targets = tuple(TARGET.findall(listed[1] if listed else direct))
         inst.falls = False
         if not inst.targets:
             inst.doubt = "the targets of the jump are not known"
     elif base in ("EXIT", "RET", "KILL") or (base == "BPT" and "TRAP" in parts):
         inst.falls, inst.exits = False, base == "EXIT"
-    elif base == "WARPSYNC" and _TARGET.search(rest):
-        inst.targets = tuple(_TARGET.findall(rest))
+    elif base == "WARPSYNC" and TARGET.search(rest):
+        inst.targets = tuple(TARGET.findall(rest))
         return
     else:
         return
@@ -259,12 +263,44 @@ class _Known:
         if key not in self.found:
             if len(self.found) >= self.most:
                 self.found.clear()
-            m = _INST.match(text)
-            self.found[key] = _instruction(m, parameters) if m else None
+            self.found[key] = _made(text, parameters if key is not text else None)
         return self.found[key]
 
 
 _known = _Known(1 << 15)
+
+
+def _made(text: str, parameters: Parameters | None) -> Inst | None:
+    """One instruction; parameters: None where none is named."""
+    m = _INST.match(text)
+    if not m:
+        return None
+    if _NAMES_CODE.search(m[4]):
+        return _instruction(m, parameters)
+    pieces, registers = _NUMBERED.split(f"{m[2] or ''} {m[4]}"), {}
+    for i in range(2, len(pieces), 3):
+        if pieces[i] != "1" and (pieces[i][0] != "0" or pieces[i] == "0"):  # R1 is the stack pointer
+            pieces[i] = registers.setdefault(pieces[i], len(registers))
+    form, taken = _form(m[1], m[3], tuple(pieces), parameters)
+    numbers = list(map(int, registers))
+    return form.fill([f"{kind}{numbers[n] + more}" for kind, n, more in taken], 0, m[0].strip(" ;"))
+
+
+@lru_cache(1 << 15)
+def _form(negated: str, op: str, pieces: tuple, parameters: Parameters | None) -> tuple[Form, list]:
+    """The form of an instruction, and of which registers it is: kind, which of the numbers in the text, how many
+    further on. pieces: predicate and operands; of every three, the second is a kind, the third a number or R1's."""
+    texts = [f"{STAND_IN * (p + 1)}" if isinstance(p, int) else p for p in pieces]
+    predicate, _, rest = "".join(texts).partition(" ")
+    guard = f"@{negated or ''}{predicate} " if predicate else ""
+    inst = _instruction(_INST.match(f" {guard}{op} {rest} ;"), parameters)
+    taken = {}
+    for name in inst.registers():
+        kind, number = re.fullmatch(r"(U?[RP])(\d+)|.*", name).groups()
+        if kind and int(number) >= STAND_IN:
+            which, more = divmod(int(number), STAND_IN)
+            taken[name] = kind, which - 1, more
+    return Form(inst, {name: i for i, name in enumerate(taken)}), list(taken.values())
 
 
 def _instruction(m: re.Match, parameters: Parameters) -> Inst:
@@ -289,56 +325,6 @@ def _instruction(m: re.Match, parameters: Parameters) -> Inst:
     elif not inst.targets and not inst.exits:
         inst.writes = tuple(p[1] for o in operands if (p := _predicate(o)) and not p[1].endswith("PT"))
     return inst
-
-
-def _converge(insts: list[Inst], edges: list[list[Edge]], labels: dict[str, int]) -> None:
-    """Send every BSYNC to the targets of the BSSYs that reach it; one that none reaches becomes a doubt."""
-    opens = {i: inst.text.replace(",", " ").split() for i, inst in enumerate(insts) if _parts(inst.op)[0] == "BSSY"}
-    closes = {i: inst.text.split()[-1] for i, inst in enumerate(insts) if _parts(inst.op)[0] == "BSYNC"}
-    barriers = {i: next(w for w in words if re.fullmatch(r"B\d+", w)) for i, words in opens.items()}
-    for i in closes:
-        edges[i] = [e for e in edges[i] if insts[i].guard]
-    grown = True
-    while grown:
-        grown = False
-        for start, name in barriers.items():
-            to = Edge(labels[_TARGET.findall(insts[start].text)[-1]])
-            seen, todo = set(), [e.to for e in edges[start]]
-            while todo:
-                i = todo.pop()
-                if i in seen or barriers.get(i) == name:
-                    continue
-                seen.add(i)
-                if closes.get(i) == name:
-                    if to not in edges[i]:
-                        edges[i].append(to)
-                        grown = True
-                else:
-                    todo += [e.to for e in edges[i]]
-    for i in closes:
-        if not edges[i]:
-            insts[i].doubt = "no BSSY reaches this convergence barrier"
-
-
-def _calls(insts: list[Inst], edges: list[list[Edge]]) -> None:
-    """Step over calls of helpers (division and the like) that touch no global memory and order nothing.
-
-    Whatever registers they write hold numbers afterwards. Any other call becomes a doubt.
-    """
-    for i, inst in enumerate(insts):
-        if _parts(inst.op)[0] != "CALL" or inst.doubt:
-            continue
-        seen, todo = set(), [e.to for e in edges[i] if e.to != i + 1]
-        while todo:
-            j = todo.pop()
-            if j not in seen:
-                seen.add(j)
-                todo += [e.to for e in edges[j]]
-        if any(insts[j].access or insts[j].sync or insts[j].exits or insts[j].doubt for j in seen):
-            inst.doubt = "the call is not followed"
-        inst.moves = tuple(Move(r, (NUMBER,)) for r in sorted({m.into for j in seen for m in insts[j].moves}))
-        inst.writes = tuple(sorted({w for j in seen for w in insts[j].writes}))
-        edges[i] = [Edge(i + 1)]
 
 
 def read(sass: str, symbol: str, parameters: Parameters) -> Program:
@@ -367,8 +353,8 @@ def read(sass: str, symbol: str, parameters: Parameters) -> Program:
     if not insts:
         raise Unreadable(f"the disassembly has no function {symbol}")
     edges = link(insts, labels)
-    _converge(insts, edges, labels)
-    _calls(insts, edges)
+    converge(insts, edges, labels)
+    calls(insts, edges)
     first = insts[0].at
     for inst in insts:
         inst.at -= first
