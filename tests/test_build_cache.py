@@ -52,6 +52,11 @@ def filled(folder):
     return folder
 
 
+def here() -> Path:
+    """The folder that holds, or would hold, the entries of `kernel`."""
+    return build_cache._places(kernel(), TARGETS[:1])[1][TARGETS[0]].parent
+
+
 def entries(folder) -> list:
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
@@ -110,10 +115,12 @@ def test_every_byte_and_version_counts(tmp_path, monkeypatch):
     for package in build_cache.SOURCES:
         shutil.copytree(build_cache.ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(build_cache, "ROOT", root)
+    cached = build_cache.sources, build_cache.contents, build_cache.imports, build_cache.facts, build_cache.digest
 
     def digest() -> str:
-        build_cache.sources.cache_clear()
-        return build_cache.digest.__wrapped__()
+        for function in cached:
+            function.cache_clear()
+        return build_cache.digest(frozenset({"fast.attn_res"}))
 
     def patched(target, name: str, value) -> str:
         with monkeypatch.context() as patch:
@@ -130,31 +137,35 @@ def test_every_byte_and_version_counts(tmp_path, monkeypatch):
     try:
         first, seen = digest(), []
         assert digest() == first == patched(build_cache, "distributions", parts())
-        for name in ("fast/device.py", "fast/kda.py", "reference/config.py", "reference/stage.py"):
+        for name in ("fast/device.py", "fast/attn_res.py", "fast/lower.py", "reference/config.py"):
             text = (root / name).read_bytes()
             (root / name).write_bytes(text[:-1] + b" ")
             seen.append(digest())
             (root / name).write_bytes(text)
             assert digest() == first
+        for name in ("fast/kda.py", "fast/__init__.py", "reference/drafters.py"):
+            (root / name).write_bytes((root / name).read_bytes() + b" ")
+        assert digest() == first
         (root / "fast" / "device.py").rename(root / "fast" / "devices.py")
         seen.append(digest())
         (root / "fast" / "devices.py").rename(root / "fast" / "device.py")
         seen.append(patched(build_cache, "distributions", parts(version="4.8.2")))
         seen.append(patched(build_cache, "distributions", parts(read_text=lambda name: "other files")))
-        seen.append(patched(build_cache, "IMPLEMENTATION", "math"))  # another library
+        seen.append(patched(build_cache, "_library", lambda: Path(__file__)))
         seen.append(patched(build_cache.sys, "version", "3.13.0"))
         monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90")
         seen.append(digest())
         assert len({first, *seen}) == 1 + len(seen)
     finally:
-        build_cache.sources.cache_clear()
+        for function in cached:
+            function.cache_clear()
 
 
 def test_another_digest_target_or_code_misses(filled, monkeypatch):
     assert build_cache.load(kernel(), ARCHS).keys() == set(TARGETS)
     assert build_cache.load(replace(kernel(), name="again"), ARCHS).keys() == set(TARGETS)
     assert build_cache.load(replace(kernel(), smem=16), ARCHS) == {}
-    monkeypatch.setattr(build_cache, "digest", lambda: "0" * 32)
+    monkeypatch.setattr(build_cache, "digest", lambda named: "0" * 32)
     assert build_cache.load(kernel(), ARCHS) == {}
 
 
@@ -197,15 +208,6 @@ def test_what_the_digest_does_not_cover_is_not_kept(folder, change):
     one = replace(kernel(), **change)
     build_cache.store(one, {b.target: b for b in compiled()})
     assert entries(folder) == [] and build_cache.load(one, TARGETS) == {}
-
-
-def test_canonical_text():
-    def text(*constants) -> str:
-        return build_cache.text(replace(kernel(), constants=constants).code)
-
-    different = [(1,), (True,), (1.0,), ("1",), (0.0,), (-0.0,), (1.0 + 2.0**-52,), (None,), ((1,),), (1, 1), ((1, 1),)]
-    assert len({text(*c) for c in different}) == len(different)
-    assert text(0.1 + 0.2) == text(0.30000000000000004) and " at 0x" not in text(kernel().constants)
 
 
 def test_writers_of_one_entry_do_not_disturb_each_other(folder, capsys):
@@ -267,46 +269,50 @@ def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_to_is_named(folder, capsys):
     folder.mkdir()
-    (folder / build_cache.digest()).write_text("no folder")
+    here().write_text("no folder")
     build_cache.store(kernel(), {b.target: b for b in compiled()})
     told = capsys.readouterr().err
     assert "cache of builds: cannot write to" in told and told.count("\n") == 1
 
 
-def test_old_states_of_the_source_are_removed(folder):
-    hour, day = 3600, 24 * 3600
-    ages = [hour / 2, 2 * hour, 3 * hour, 4 * hour, 5 * hour, 15 * day]
-    for n, age in enumerate(ages):
+@pytest.mark.parametrize("folders, left", [(1, 1), (4, 3), (6, 5), (24, 6)])
+def test_old_states_of_the_sources_are_removed(folder, monkeypatch, folders, left):
+    hour = 3600
+    monkeypatch.setattr(build_cache, "FOLDERS", folders)
+    for n, age in enumerate([hour / 2, 2 * hour, 3 * hour, 4 * hour, 5 * hour, 360 * hour]):
         made = folder / f"{n:032d}"
         made.mkdir(parents=True)
         (made / "entry.sm_90a").write_text("")
         os.utime(made, (time.time() - age,) * 2)
     (folder / "notes").mkdir()
     build_cache.store(kernel(), {b.target: b for b in compiled()})
-    left = {p.name for p in folder.iterdir()}
-    assert left == {build_cache.digest(), "notes", *(f"{n:032d}" for n in range(3))}
+    assert {p.name for p in folder.iterdir()} == {here().name, "notes", *(f"{n:032d}" for n in range(left))}
     build_cache._opened.cache_clear()
-    os.utime(folder / build_cache.digest(), (0, 0))  # long unused, but the present one
+    os.utime(here(), (0, 0))  # long unused, but the present one
+    build_cache._opened.cache_clear()
     assert build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)
-    assert (folder / build_cache.digest()).stat().st_mtime > time.time() - hour
+    assert here().stat().st_mtime > time.time() - hour
 
 
 @pytest.mark.parametrize("name", ["thesis" + "x" * 26, "A" * 32, "0" * 31, "0" * 33])
-def test_folders_of_others_stay(folder, name):
+def test_folders_of_others_stay(folder, monkeypatch, name):
+    monkeypatch.setattr(build_cache, "FOLDERS", 1)
     other, link = folder / name, folder / ("a" * 32)
     other.mkdir(parents=True)
     link.symlink_to(other)
     (folder / ("b" * 32)).write_text("no folder")
-    for path in (other, link, folder / ("b" * 32)):
+    (folder / ("c" * 32)).mkdir()  # ours
+    for path in (other, link, folder / ("b" * 32), folder / ("c" * 32)):
         os.utime(path, (0, 0), follow_symlinks=False)
     build_cache.store(kernel(), {b.target: b for b in compiled()})
-    assert {p.name for p in folder.iterdir()} == {name, "a" * 32, "b" * 32, build_cache.digest()}
+    assert {p.name for p in folder.iterdir()} == {name, "a" * 32, "b" * 32, here().name}
 
 
 @pytest.mark.parametrize("where", ["os.utime", "os.listdir", "Path.lstat", "shutil.rmtree"])
 def test_a_folder_that_is_only_readable_or_vanishes(filled, where, monkeypatch):
-    old = filled / ("0" * 32)
+    old, present = filled / ("0" * 32), here()
     old.mkdir()
+    monkeypatch.setattr(build_cache, "FOLDERS", 1)
     os.utime(old, (0, 0))
     build_cache._opened.cache_clear()
     asked = []
@@ -318,6 +324,6 @@ def test_a_folder_that_is_only_readable_or_vanishes(filled, where, monkeypatch):
     holder, name = where.split(".")
     with monkeypatch.context() as patch:
         patch.setattr(Path if holder == "Path" else getattr(build_cache, holder), name, refuse)
-        here = build_cache._opened(filled, build_cache.digest())
+        assert here() == present
     assert asked and old.exists() == (where != "os.utime")
-    assert here == filled / build_cache.digest() and build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)
+    assert build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)

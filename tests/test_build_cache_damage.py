@@ -67,7 +67,18 @@ def test_an_entry_of_another_form_is_damaged(filled, made, capsys):  # noqa: F81
     assert path.read_bytes() == good
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def full(path) -> None:
+    (path / "below").mkdir(parents=True)
+    (path / "below" / "file").write_text("")
+
+
+def linked(path) -> None:
+    """To a folder, which stays."""
+    full(path.parent.parent / "other")
+    path.symlink_to(path.parent.parent / "other")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, full, linked, lambda path: os.symlink("/dev/zero", path)])
 def test_an_entry_that_is_no_file_is_damaged(filled, make, capsys):  # noqa: F811
     path, other = entries(filled)
     path.unlink()
@@ -75,7 +86,8 @@ def test_an_entry_that_is_no_file_is_damaged(filled, make, capsys):  # noqa: F81
     assert build_cache.load(kernel(), TARGETS).keys() == {other.suffix[1:]}
     assert capsys.readouterr().err == f"cache of builds: {path} is damaged: it is no regular file; compiled anew\n"
     build_cache.store(kernel(), {b.target: b for b in compiled()})
-    assert path.is_dir() or build_cache.load(kernel(), TARGETS).keys() == set(TARGETS)
+    assert build_cache.load(kernel(), TARGETS).keys() == set(TARGETS) and capsys.readouterr().err == ""
+    assert not path.is_symlink() and (make is not linked or (filled / "other" / "below" / "file").exists())
 
 
 def test_a_damaged_entry_is_compiled_anew(filled):  # noqa: F811
