@@ -62,6 +62,10 @@ class Clocks:
             self.tick(lanes)
         return [out[lane] for lane in I.tolist()]
 
+    def given(self, I, release: bool) -> Known:
+        """What these lanes of one cluster hand on at a barrier, together."""
+        return merged(*(self.snapshot(lane) if release else self.initialised(lane) for lane in I.tolist()))
+
     def initialised(self, lane: int) -> Known:
         """What a relaxed arrival hands on: the mbarriers that a fence.mbarrier_init has published."""
         row = np.zeros_like(self.row[lane])
@@ -92,11 +96,14 @@ class Clocks:
             for lane in lanes.tolist():
                 self.absorb(lane, known)
 
+    def join_warps(self, ws) -> None:
+        """`meet` of all lanes of each of these warps."""
+        for w in ws.tolist():
+            self.meet(np.arange(32 * w, 32 * w + 32))
+
     def meet(self, I) -> None:
         """A barrier of these lanes of one cluster: afterwards each knows what any of them knew."""
-        lanes = slice(I[0], I[-1] + 1) if I[-1] - I[0] + 1 == len(I) else I  # a view, where they follow each other
-        self.row[lanes] = self.row[lanes].max(0)
-        self.seen[lanes] = self.seen[lanes].any(0)
+        self.join(I)
         lanes = I.tolist() if self.far or self.released or self.acquired else []
         if far := [(self.far[i], self.seen[I[0]]) for i in lanes if i in self.far]:
             self.far.update(dict.fromkeys(lanes, merged(*far)[0]))
@@ -105,6 +112,12 @@ class Clocks:
             self.released.update(dict.fromkeys(lanes, (merged(*(f[0] for f in wide)), wide[0][1])))
         if loads := [x for i in lanes for x in self.acquired.get(i, [])]:
             self.acquired.update({i: list(loads) for i in lanes})
+
+    def join(self, I) -> None:
+        """The part of `meet` about these lanes' own clocks."""
+        lanes = slice(I[0], I[-1] + 1) if I[-1] - I[0] + 1 == len(I) else I  # a view, where they follow each other
+        self.row[lanes] = self.row[lanes].max(0)
+        self.seen[lanes] = self.seen[lanes].any(0)
         self.tick(I)
 
     def fence(self, I, scope: str) -> None:
@@ -146,9 +159,9 @@ class Clocks:
             out[k] = row is None or row[r, local[k]] < epoch[k]
         return out
 
-    def knows(self, lane: int, actor: int, epoch: int, rows) -> bool:
-        """Whether a lane knows of one of its cluster at `epoch`, by any of these rows of the clocks."""
-        return any(self.row[lane, r, actor % self.width] >= epoch for r in rows)
+    def know(self, I, actor: int, epoch: int, rows) -> bool:
+        """Whether each lane knows of one of its cluster at `epoch`, by any of these rows of the clocks."""
+        return bool((self.row[I[:, None], rows, actor % self.width] >= epoch).any(1).all())
 
 
 def _fenced(row: np.ndarray, r: int) -> np.ndarray:

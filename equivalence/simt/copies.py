@@ -5,6 +5,7 @@ shared memory read it as late as the wait for reading, and their bytes land at t
 """
 
 from collections import deque
+from itertools import groupby
 
 import numpy as np
 
@@ -30,6 +31,9 @@ def _cp_async(g, op: Op, I) -> None:
 
 def _taken(g, I) -> list:
     """The open copies of these lanes; those of others stay open."""
+    if all(lanes is I for lanes, _, _ in g.open):
+        mine, g.open = g.open, []
+        return mine
     mine, rest = [], []
     inside = np.zeros(g.size, bool)
     inside[I] = True
@@ -45,7 +49,13 @@ def _by_lane(copies: list) -> dict[int, list]:
     """Copies sorted by lane; those of one size together, in their order."""
     out: dict[int, list] = {}
     for size in dict.fromkeys(data.shape[1] for _, _, data in copies):
-        lanes, to, data = (np.concatenate(a) for a in zip(*(c for c in copies if c[2].shape[1] == size), strict=True))
+        lanes, to, data = zip(*(c for c in copies if c[2].shape[1] == size), strict=True)
+        if all(some is lanes[0] for some in lanes):
+            lanes, to, data = (np.stack(a, 1) for a in (lanes, to, data))
+            for k, lane in enumerate(lanes[:, 0].tolist()):
+                out.setdefault(lane, []).append((lanes[k], to[k], data[k]))
+            continue
+        lanes, to, data = (np.concatenate(a) for a in (lanes, to, data))
         order = np.argsort(lanes, kind="stable")
         lanes, to, data = lanes[order], to[order], data[order]
         for part in np.split(np.arange(len(lanes)), np.flatnonzero(np.diff(lanes)) + 1):
@@ -54,10 +64,12 @@ def _by_lane(copies: list) -> dict[int, list]:
 
 
 def _land(g, copies: list) -> None:
-    for _, to, data in copies:
-        g.smem[to[:, None] + np.arange(data.shape[1])] = data
+    for n, some in groupby(copies, lambda copy: copy[2].shape[1]):
+        _, to, data = zip(*some, strict=True)
+        to = np.concatenate(to)
+        g.put(to, data)
         if g.machine.races:
-            g.machine.races.landed(g, to, data.shape[1])
+            g.machine.races.landed(g, to, n)
 
 
 def _cp_commit(g, op: Op, I) -> None:
@@ -78,8 +90,8 @@ def _cp_wait(g, op: Op, I) -> None:
 def _cp_arrive(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
     own = _by_lane(_taken(g, I))
-    for lane, offset, known in zip(I.tolist(), offsets.tolist(), g.known(I), strict=True):
-        g.late(g.mbar(op, lane, offset), op, lane, own.get(lane, []), 1, 0, known)
+    for lane, bar, known in zip(I.tolist(), g.mbars_of(op, I, offsets), g.known(I), strict=True):
+        g.late(bar, op, lane, own.get(lane, []), 1, 0, known)
 
 
 def _bulk(g, op: Op, I) -> None:
@@ -90,7 +102,7 @@ def _bulk(g, op: Op, I) -> None:
     g.aligned(op, I, size, 16)
     for k, lane in enumerate(I.tolist()):
         n, one = int(size[k]), I[k : k + 1]
-        bar, copies = g.mbar(op, lane, int(bars[k])), []
+        bar, copies = g.mbar(op, one, int(bars[k])), []
         if n:
             o = g.global_at(op, one, source[k : k + 1], 16)
             g.global_at(op, one, source[k : k + 1] + np.uint64(n - 16), 16)
@@ -163,8 +175,7 @@ def _st_async(g, op: Op, I) -> None:
     bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
     if g.machine.races:
         g.machine.races.copied(g, op, I, to, n, True, "shared", False)
-    for k, (lane, known) in enumerate(zip(I.tolist(), g.known(I), strict=True)):
-        bar = g.mbar(op, lane, int(bars[k]))
+    for k, (lane, bar, known) in enumerate(zip(I.tolist(), g.mbars_of(op, I, bars), g.known(I), strict=True)):
         g.late(bar, op, lane, [(I[k : k + 1], to[k : k + 1], data[k : k + 1])], 0, -n, known)
 
 
@@ -174,16 +185,16 @@ def _mbar_init(g, op: Op, I) -> None:
         made = lane, int(g.clocks.now(lane)) if g.clocks else 0, op.line
         if g.machine.races:
             g.machine.races.barrier_made(g, op, offset, n > 0)
+        users = np.zeros(g.size if g.machine.races else 0, bool)  # lanes
         g.mbars[offset] = dict(
-            expected=n, left=n, tx=0, phase=0, late=[], known=None, last=None, done=None, made=made, users=set()
+            expected=n, left=n, tx=0, phase=0, late=deque(), known=None, last=None, done=None, made=made, users=users
         )
 
 
 def _mbar_arrive(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8, anywhere=True)
     counts, tx = (g.read(a, I).tolist() for a in op.args)
-    for lane, offset, n, t, known in zip(I.tolist(), offsets.tolist(), counts, tx, g.known(I), strict=True):
-        bar = g.mbar(op, lane, offset)
+    for lane, bar, n, t, known in zip(I.tolist(), g.mbars_of(op, I, offsets), counts, tx, g.known(I), strict=True):
         bar["tx"] += t
         g.arrive(op, lane, bar, n, 0, known if n else None)
 
@@ -194,15 +205,19 @@ def _mbar_wait(g, op: Op, I) -> None:
     for offset in dict.fromkeys(offsets.tolist()):
         for p in (0, 1):
             some = np.flatnonzero((offsets == offset) & (parity == p))
-            bars = [g.mbar(op, lane, offset) for lane in I[some].tolist()]
-            while bars and bars[0]["phase"] == p and bars[0]["late"]:
-                own, issuer, copies, n, tx, known = bars[0]["late"].pop(0)
-                _land(g, copies)
-                g.arrive(own, issuer, bars[0], n, tx, known)
-            if bars and bars[0]["phase"] != p:
+            if not len(some):
+                continue
+            bar = g.mbar(op, I[some], offset)
+            landed = []
+            while bar["phase"] == p and bar["late"]:
+                own, issuer, copies, n, tx, known = bar["late"].popleft()
+                landed += copies
+                g.arrive(own, issuer, bar, n, tx, known)
+            _land(g, landed)
+            if bar["phase"] != p:
                 passed[some] = True
                 if g.clocks:
-                    g.clocks.absorb_all(I[some], bars[0]["done"])
+                    g.clocks.absorb_all(I[some], bar["done"])
     g.failed[I[~passed]] = g.events
     g.write(op.out[0], "pred", I, passed)
 

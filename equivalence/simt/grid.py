@@ -22,6 +22,7 @@ class Grid:
     """Lanes are numbered CTA by CTA, whole warps; CTAs of a cluster follow each other."""
 
     operations = OPERATIONS
+    flight_kind = Flight
 
     def __init__(self, machine, index: int, kernel, code: Code, free: set[int], tensors):
         self.machine, self.index, self.kernel, self.code, self.name = machine, index, kernel, code, kernel.name
@@ -30,7 +31,8 @@ class Grid:
         self.ctas = int(np.prod(kernel.grid))
         self.size = self.ctas * self.warps * 32
         self.smem_bytes = -(-(code.listing.dynamic + kernel.smem) // 1024) * 1024
-        self.params = np.array([t.data_ptr() for t in tensors], np.uint64).view(np.uint8)
+        words = [*(t.data_ptr() for t in tensors), *getattr(kernel, "numbers", ())]
+        self.params = np.array(words, np.uint64).view(np.uint8)
         self.starts, self.ends = merged(spans(tensors))
         self.free = free if machine.adversarial or machine.watch_races else set()
         self.last_run, self.clock = np.zeros(len(code.blocks), np.int64), 0
@@ -76,7 +78,7 @@ class Grid:
         self.groups: dict[int, deque] = {}  # lane -> its groups, oldest first
         self.stores: dict[int, deque] = {}  # lane -> groups of bulk copies to global memory, the last one open
         self.mbars: dict[int, dict] = {}
-        self.flight = Flight(self)
+        self.flight = self.flight_kind(self)
         self.events, self.failed = 0, np.full(n, -1)  # what happened to mbarriers; when a lane last polled in vain
         machine, pending = self.machine, [b for b in self.machine.grids[: self.index] if not b.finished]
         self.before = machine.arena.mem[: machine.arena.hot].copy() if machine.adversarial else None
@@ -287,16 +289,30 @@ class Grid:
             inside = offsets < arena.hot
             self.stale[cells[inside]] = data[inside]
 
+    def put(self, to, data) -> None:
+        """Store bytes, a sequence of [copies, n], at these offsets in `smem`."""
+        self.smem[to[:, None] + np.arange(data[0].shape[1])] = np.concatenate(data)
+
     # ---- barriers in shared memory: counted here, not in bytes
 
-    def mbar(self, op: Op, lane: int, offset: int) -> dict:
+    def mbar(self, op: Op, I, offset: int) -> dict:
+        """The barrier that all these lanes use."""
         if offset not in self.mbars:
-            raise self.fault(op.line, lane, "no such barrier, or it was not initialised", offset)
+            raise self.fault(op.line, int(I[0]), "no such barrier, or it was not initialised", offset)
         bar = self.mbars[offset]
-        if self.machine.races and lane not in bar["users"]:
-            bar["users"].add(lane)
-            self.machine.races.barrier_used(self, op, lane, bar["made"], offset)
+        if self.machine.races and not bar["users"][I].all():
+            new = I[~bar["users"][I]]
+            bar["users"][new] = True
+            self.machine.races.barrier_used(self, op, new, bar["made"], offset)
         return bar
+
+    def mbars_of(self, op: Op, I, offsets) -> list[dict]:
+        """The barrier of each lane."""
+        every = list(dict.fromkeys(offsets.tolist()))
+        if len(every) == len(I) or not self.mbars.keys() >= set(every):
+            return [self.mbar(op, I[k : k + 1], offset) for k, offset in enumerate(offsets.tolist())]
+        bars = {offset: self.mbar(op, I[offsets == offset], offset) for offset in every}
+        return [bars[offset] for offset in offsets.tolist()]
 
     def late(self, bar: dict, *copy) -> None:
         """An arrival that comes with the bytes of copies: (operation, lane, copies, arrivals, bytes, knowledge)."""

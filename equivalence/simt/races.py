@@ -87,8 +87,11 @@ class Races:
             g.entry[: g.index] = True
         elif g.index:
             g.entry |= self.machine.grids[g.index - 1].entry
-        g.clocks = Clocks(g.size, g.csize * g.warps * 32, g.entry)
+        g.clocks = self._clocks(g)
         g.shadow = Shadow(len(g.smem), 8)
+
+    def _clocks(self, g) -> Clocks:
+        return Clocks(g.size, g.csize * g.warps * 32, g.entry)
 
     def end(self, g) -> None:
         g.final = g.clocks.seen.any(0)
@@ -178,9 +181,9 @@ class Races:
     def barrier_made(self, g, op, offset: int, live: bool) -> None:
         g.shadow.barriers[_cells([offset], 8)] = op.line if live else 0
 
-    def barrier_used(self, g, op, lane: int, made: tuple, offset: int) -> None:
+    def barrier_used(self, g, op, I, made: tuple, offset: int) -> None:
         """Who uses an mbarrier for the first time must know that it was initialised. made: lane, clock, PTX line."""
-        if not g.clocks.knows(lane, made[0], made[1], (0, ROWS["mbarrier"])):
+        if not g.clocks.know(I, made[0], made[1], (0, ROWS["mbarrier"])):
             where = f"shared memory + {offset % g.smem_bytes}"
             self.report("mbarrier.init, then use", g, made[2], op.line, where)
 
@@ -218,9 +221,10 @@ class Races:
         return out.reshape(actor.shape)
 
     def _check_read(self, g, s, I, cells, line, strong=False, row=0, entry=False, together=False) -> None:
+        if self._quiet(g, s, I, cells, row, False, together):
+            return
         w = s.write
-        actor, epoch = w.actor[cells], w.epoch[cells]
-        bad = self._unordered(g, I, actor, epoch, 0, entry, together) & ~(strong & w.strong[cells])
+        bad = self._unordered(g, I, w.actor[cells], w.epoch[cells], 0, entry, together) & ~(strong & w.strong[cells])
         kind = "read of what a write may change (lifted to kernel entry)" if entry else "write, then read"
         self._tell(kind, g, s, bad, w, cells, line, I)
         self._tell(f"{IN_FLIGHT}, then read", g, s, s.pending[cells], w, cells, line, I)
@@ -247,8 +251,14 @@ class Races:
             who = I[order][:, None]
             s.reads.put(slot + cells[order], g.base + who, g.clocks.now(who), line, strong)
 
-    def _write(self, g, s, I, offsets, n, line, strong, pending=False, row=0, data=None) -> None:
-        cells, w = _cells(offsets, n), s.write
+    def _quiet(self, g, s, I, cells, row: int, write: bool, together: bool = False) -> bool:
+        """Whether it takes no more to see that nothing is wrong with these accesses."""
+        return False
+
+    def _check_write(self, g, s, I, cells, line, strong, row) -> None:
+        if self._quiet(g, s, I, cells, row, True):
+            return
+        w = s.write
         bad = self._unordered(g, I, w.actor[cells], w.epoch[cells]) & ~(strong & w.strong[cells])
         self._tell("write, then write", g, s, bad, w, cells, line, I)
         self._unfenced("write", g, s, I, cells, line, row, False, bad)
@@ -264,18 +274,24 @@ class Races:
             self.report("mbarrier, then write over it", g, int(made.max()), line, where)
         self._tell(f"{IN_FLIGHT}, then write", g, s, s.pending[cells], w, cells, line, I)
         self._tell("operand that nobody waited for, then write", g, s, s.using[cells] > 0, s.user, cells, line, I)
+
+    def _write(self, g, s, I, offsets, n, line, strong, pending=False, row=0, data=None) -> None:
+        cells, w = _cells(offsets, n), s.write
+        self._check_write(g, s, I, cells, line, strong, row)
         me = np.broadcast_to(g.base + I[:, None], cells.shape)
         w.put(cells, me, g.clocks.now(I)[:, None], line, strong)
         s.pending[cells], s.proxy[cells] = pending, row > 0
         clash = (w.actor[cells] != me + 1) & (not strong)
         if clash.any():
             if data is not None and n % CELL == 0:
-                memory = self.machine.arena.mem if s is self.memory else g.smem
-                differ = (
-                    (memory[np.asarray(offsets)[:, None] + np.arange(n)] != data).reshape(*cells.shape, CELL).any(2)
-                )
+                differ = self._differ(g, s, offsets, data).reshape(*cells.shape, CELL).any(2)
                 clash &= differ | ((w.actor[cells] - 1) // 32 != me // 32)
             self._tell("two lanes write at once", g, s, clash, w, cells, line, I)
+
+    def _differ(self, g, s, offsets, data):
+        """Which bytes are not those that a lane wrote: [lanes, n]."""
+        memory = self.machine.arena.mem if s is self.memory else g.smem
+        return memory[np.asarray(offsets)[:, None] + np.arange(data.shape[1])] != data
 
     def _take(self, g, op, I, cells) -> None:
         s = g.shadow
@@ -319,18 +335,21 @@ class Races:
         g.clocks.meet(lanes)
 
     def warps(self, g, ws) -> None:
-        for w in ws.tolist():
-            g.clocks.meet(np.arange(32 * w, 32 * w + 32))
+        g.clocks.join_warps(ws)
 
     def cluster_arrive(self, g, I, release: bool) -> None:
-        for lane in I.tolist():
-            key = int(g.cluster[lane]), int(g.target[lane])
-            known = g.clocks.snapshot(lane) if release else g.clocks.initialised(lane)
-            g.clocks.arrived[key] = merged(g.clocks.arrived.get(key), known)
+        for key, lanes in self._by_phase(g, I):
+            g.clocks.arrived[key] = merged(g.clocks.arrived.get(key), g.clocks.given(lanes, release))
 
     def cluster_wait(self, g, lanes) -> None:
-        for lane in lanes.tolist():
-            g.clocks.absorb(lane, g.clocks.arrived.get((int(g.cluster[lane]), int(g.target[lane]))))
+        for key, some in self._by_phase(g, lanes):
+            g.clocks.absorb_all(some, g.clocks.arrived.get(key))
+
+    def _by_phase(self, g, I):
+        """Lanes by the cluster, and the phase of its barrier, that they arrived in."""
+        phases = np.stack([g.cluster[I], g.target[I]], 1)
+        for key in np.unique(phases, axis=0):
+            yield tuple(key.tolist()), I[(phases == key).all(1)]
 
     def pdl_wait(self, g, lanes) -> None:
         if g.index:

@@ -49,7 +49,8 @@ def skeleton(code: Code, clustered: bool = False) -> Skeleton:
     kept = [op for op in ops if _shared(op)]
     needed = _needed(ops, kept)
     flow = _Flow(code)
-    unknown, uneven = _unknown(ops), _uneven(code, flow, clustered)
+    uses = _Uses(ops)
+    unknown, uneven = _unknown(ops, uses), _uneven(code, ops, uses, flow, clustered)
     doubts = [Doubt(op.line, f"{op.text}: {r.name} depends on data") for op in kept for r in _steers(op)
               if r.name in unknown]  # fmt: skip
     keep = {id(op) for op in kept}
@@ -136,61 +137,65 @@ def _needed(ops: list[Op], kept: list[Op]) -> set[str]:
     return needed
 
 
-def _spread(ops: list[Op], source) -> set[str]:
-    """Registers that get a value from an operation for which source(op), or computed from such a register."""
-    out: set[str] = set()
-    while True:
-        before = len(out)
+class _Uses:
+    """Who reads what. users: by register, operations that compute something from it or are guarded by it."""
+
+    def __init__(self, ops: list[Op]):
+        self.users: dict[str, list[Op]] = {}
+        self.loads: dict[str, list[Op]] = {}  # that read it
         for op in ops:
-            made = {r.name for r in op.out if r}
-            if made - out and (source(op) or (op.kind in COMPUTED and not out.isdisjoint(_reads(op)))
-                               or (op.guard and op.guard[0].name in out)):  # fmt: skip
-                out |= made
-        if len(out) == before:
-            return out
+            if op.kind in COMPUTED or op.kind == "load":
+                into = self.users if op.kind in COMPUTED else self.loads
+                for name in _reads(op):
+                    into.setdefault(name, []).append(op)
+            if op.guard and op.kind not in COMPUTED:
+                self.users.setdefault(op.guard[0].name, []).append(op)
+
+    def spread(self, sources: list[Op], more=lambda name: ()) -> set[str]:
+        """Registers that get a value from one of these operations, or computed from such a register. more(name): also
+        the operations that give values which differ because of this register."""
+        out: set[str] = set()
+        todo = list(sources)
+        while todo:
+            for r in todo.pop().out:
+                if r and r.name not in out:
+                    out.add(r.name)
+                    todo += self.users.get(r.name, ())
+                    todo += more(r.name)
+        return out
 
 
-def _unknown(ops: list[Op]) -> set[str]:
+def _unknown(ops: list[Op], uses: _Uses) -> set[str]:
     """What depends on data: on anything loaded, parameters (which are pointers) included, or on a matrix product."""
-    return _spread(ops, lambda op: op.kind not in COMPUTED | {"mbar_wait"})
+    return uses.spread([op for op in ops if op.kind not in COMPUTED and op.kind != "mbar_wait"])
 
 
-def _uneven(code: Code, flow: "_Flow", clustered: bool) -> set[str]:
+def _uneven(code: Code, ops: list[Op], uses: _Uses, flow: "_Flow", clustered: bool) -> set[str]:
     """What threads of one CTA may hold different values of: computed, loaded or chosen by way of a thread's number.
 
     A strong load may bring another value to each thread; memory of their own is another for CTAs of a cluster.
     """
-    ops = [op for block in code.blocks for op in block.ops]
     own = OF_A_THREAD + (OF_A_CTA if clustered else ())
     makers = Counter(r.name for op in ops for r in op.out if r)
-    regions = [
-        (op.guard[0].name, {id(o) for b in flow.between(n) for o in code.blocks[b].ops})
-        for n, block in enumerate(code.blocks)
-        for op in block.ops
-        if op.kind == "jump" and op.guard
-    ]
+    branches: dict[str, list[int]] = {}
+    for n, block in enumerate(code.blocks):
+        for op in block.ops:
+            if op.kind == "jump" and op.guard:
+                branches.setdefault(op.guard[0].name, []).append(n)
 
     def differs(op: Op) -> bool:
         if op.kind == "load":
             return op.more["order"] != "weak" or (clustered and op.more["space"] == "shared")
-        specials = [a.source.name for a in op.args if isinstance(a.source, Special)]
-        return op.kind in SINGLE or any(s.startswith(own) for s in specials)
+        return op.kind in SINGLE or any(isinstance(a.source, Special) and a.source.name.startswith(own)
+                                        for a in op.args)  # fmt: skip
 
-    first, out = {id(op) for op in ops if differs(op)}, set()
-    while True:
-        parted = set().union(*(inside for guard, inside in regions if guard in out))
+    def parted(name: str) -> list[Op]:
+        """Loads from there, and what threads compute that a branch on this register parts."""
+        inside = {b for n in branches.get(name, ()) for b in flow.between(n)}
+        chosen = [op for b in inside for op in code.blocks[b].ops if any(makers[r.name] > 1 for r in op.out if r)]
+        return chosen + uses.loads.get(name, [])
 
-        def source(op: Op, parted=parted, out=out) -> bool:
-            return (
-                id(op) in first
-                or (op.kind == "load" and not out.isdisjoint(_reads(op)))
-                or (id(op) in parted and any(makers[r.name] > 1 for r in op.out if r))
-            )
-
-        more = _spread(ops, source)
-        if more == out:
-            return out
-        out = more
+    return uses.spread([op for op in ops if differs(op)], parted)
 
 
 class _Flow:
@@ -213,7 +218,13 @@ class _Flow:
                 new = {n} | set.intersection(*(self.after[m] for m in self.ways[n]))
                 changed |= new != self.after[n]
                 self.after[n] = new
-        self.reached = [self._from(n) for n in range(last)]
+        self.known: dict[int, set[int]] = {}
+
+    def reached(self, block: int) -> set[int]:
+        """Blocks after this one; itself, too, if it is in a loop."""
+        if block not in self.known:
+            self.known[block] = self._from(block)
+        return self.known[block]
 
     def _from(self, block: int) -> set[int]:
         seen, todo = set(), list(self.ways[block])
@@ -225,11 +236,11 @@ class _Flow:
 
     def between(self, branch: int) -> set[int]:
         """Blocks that a branch decides about: reached from it, and not on every way from it to the end."""
-        return self.reached[branch] - self.after[branch]
+        return self.reached(branch) - self.after[branch]
 
     def cycle(self, block: int) -> set[int]:
         """The blocks of loops around this one."""
-        return {n for n in self.reached[block] if block in self.reached[n]}
+        return {n for n in self.reached(block) if block in self.reached(n)}
 
 
 def _bare(op: Op) -> Op:

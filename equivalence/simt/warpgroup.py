@@ -53,7 +53,8 @@ class Flight:
         self.user, self.dirty = ({name: np.full(warps, n, np.int32) for name in used} for n in (0, -1))  # PTX lines
         self.sums = {name: np.zeros(g.size, np.uint32) for name in outs}  # accumulators while they are in use
         self.groups = [deque([[]]) for _ in range(warps if collective else 0)]  # per warp, the last one is open
-        self.issued = np.zeros(warps, np.int64)  # a hash of the lines
+        self.issued = np.zeros(warps, np.int64)  # number of the sequence of lines, of those in `sequences`
+        self.sequences: dict[tuple[int, int], int] = {}
         self.last = np.zeros(warps, np.int64)
 
     def issue(self, op: Op, I) -> None:
@@ -73,14 +74,12 @@ class Flight:
         offsets = self.operands(op, ws, [d[:, 0] for d in descriptors])
         if g.machine.races:
             g.machine.races.wgmma(g, op, ws, offsets)
-        for r in op.out:
-            lanes = I[np.repeat(self.uses[r.name][ws] == 0, 32)]
-            self.sums[r.name][lanes] = g.registers[r.name][lanes]
-            g.registers[r.name][I] = NAN
+        self.hide(op, ws, I)
         for name in self.names(op):
             self.uses[name][ws] += 1
             self.user[name][ws] = op.line
-        self.issued[ws] = (self.issued[ws] * 31 + op.line) % (1 << 48)
+        for w in ws.tolist():
+            self.issued[w] = self.sequences.setdefault((int(self.issued[w]), op.line), len(self.sequences) + 1)
         self.last[ws] = op.line
         for i, w in enumerate(ws.tolist()):
             self.groups[w][-1].append((op, scale[i, 0], *(o[i] for o in offsets)))
@@ -133,27 +132,40 @@ class Flight:
             out.append(a + (ws // g.warps * g.smem_bytes)[:, None, None])
         return out
 
+    def hide(self, op: Op, ws, I) -> None:
+        """Set the accumulators aside."""
+        for r in op.out:
+            lanes = I[np.repeat(self.uses[r.name][ws] == 0, 32)]
+            self.sums[r.name][lanes] = self.g.registers[r.name][lanes]
+            self.g.registers[r.name][I] = NAN
+
     def land(self, op: Op, ws, entries) -> None:
-        g, n, up = self.g, op.more["n"], cvt_f32_bf16 if op.more["type"] == "bf16" else cvt_f32_f16
         lanes = (ws[:, None] * 32 + np.arange(32)).ravel()
         scale, *offsets = (np.array(v) for v in zip(*entries, strict=True))
-        B, *A = (up(g.smem.view(np.uint16)[o // 2]).astype(np.float64) for o in offsets)
-        A = A[0] if A else _fragments([g.read(a, lanes) for a in op.args[2:]], up)
-        C = np.zeros((len(ws), 16, n))
-        quarters = [(r.name, slice(i // 2 % 2 * 8, i // 2 % 2 * 8 + 8), slice(i // 4 * 8 + i % 2, i // 4 * 8 + 8, 2))
-                    for i, r in enumerate(op.out)]  # fmt: skip
-        for name, rows, columns in quarters:
-            C[:, rows, columns] = self.sums[name][lanes].view(np.float32).reshape(-1, 8, 4)
-        sign = op.more["signs"][0] * op.more["signs"][1]
-        D = (sign * (A @ B.transpose(0, 2, 1)) + np.where(scale[:, None, None], C, 0)).astype(np.float32)
+        D = self.multiply(op, lanes, scale, offsets)
         for name in self.names(op):
             self.uses[name][ws] -= 1
-        for name, rows, columns in quarters:
+        self.show(op, ws, lanes, D)
+        if self.g.machine.races:
+            self.g.machine.races.wgmma_done(self.g, op, ws, offsets)
+
+    def multiply(self, op: Op, lanes, scale, offsets):
+        """The sums [warps, 16, N]."""
+        g, n, up = self.g, op.more["n"], cvt_f32_bf16 if op.more["type"] == "bf16" else cvt_f32_f16
+        B, *A = (up(g.smem.view(np.uint16)[o // 2]).astype(np.float64) for o in offsets)
+        A = A[0] if A else _fragments([g.read(a, lanes) for a in op.args[2:]], up)
+        C = np.zeros((len(A), 16, n))
+        for name, rows, columns in _quarters(op):
+            C[:, rows, columns] = self.sums[name][lanes].view(np.float32).reshape(-1, 8, 4)
+        sign = op.more["signs"][0] * op.more["signs"][1]
+        return (sign * (A @ B.transpose(0, 2, 1)) + np.where(scale[:, None, None], C, 0)).astype(np.float32)
+
+    def show(self, op: Op, ws, lanes, D) -> None:
+        """Put sums where they belong: into registers, unless other multiplications still use those."""
+        for name, rows, columns in _quarters(op):
             self.sums[name][lanes] = np.ascontiguousarray(D[:, rows, columns]).view(np.uint32).ravel()
             done = lanes[np.repeat(self.uses[name][ws] == 0, 32)]
-            g.registers[name][done] = self.sums[name][done]
-        if g.machine.races:
-            g.machine.races.wgmma_done(g, op, ws, offsets)
+            self.g.registers[name][done] = self.sums[name][done]
 
     def finish(self) -> None:
         """Fault if the warps of a warpgroup did not issue the same multiplications."""
@@ -162,6 +174,26 @@ class Flight:
         if (groups != groups[:, :1]).any():
             w = int(np.argmax(self.last))
             raise g.fault(int(self.last[w]), 32 * w, "needs a warpgroup of four whole warps")
+
+
+class Unmultiplied(Flight):
+    """Multiplications whose results nobody looks at."""
+
+    def hide(self, op: Op, ws, I) -> None:
+        pass
+
+    def multiply(self, op: Op, lanes, scale, offsets) -> None:
+        for a in op.args[2:] if len(op.args) == 6 else ():
+            self.g.read(a, lanes)  # which may touch what another one uses
+
+    def show(self, op: Op, ws, lanes, D) -> None:
+        pass
+
+
+def _quarters(op: Op) -> list[tuple[str, slice, slice]]:
+    """Each accumulator with its rows and columns."""
+    return [(r.name, slice(i // 2 % 2 * 8, i // 2 % 2 * 8 + 8), slice(i // 4 * 8 + i % 2, i // 4 * 8 + 8, 2))
+            for i, r in enumerate(op.out)]  # fmt: skip
 
 
 def _fragments(words, up):
