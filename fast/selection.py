@@ -196,52 +196,70 @@ def twins() -> dict[str, Implementation]:
 
 def divide(plan: Plan, selection: Selection, known: Mapping[str, Implementation], device: torch.device) -> list[Unit]:
     """Cut a plan into units: the longest span that one implementation serves, else the law, with the reason."""
-    chosen = selection.choose(plan.steps, known)
+    cut = _Cut(plan, selection.choose(plan.steps, known), known, device)
     units, i = [], 0
     while i < len(plan.steps):
-        unit = _unit(plan, i, chosen, known, device)
+        unit = cut.unit(i)
         units.append(unit)
         i += len(unit.steps)
     return units
 
 
-def _unit(plan: Plan, i: int, chosen: Sequence[str], known: Mapping[str, Implementation], device: torch.device) -> Unit:
-    for span, impl in _spans(known):
-        steps, picks = plan.steps[i : i + len(span)], chosen[i : i + len(span)]
-        if tuple(s.stage.name for s in steps) == span and all(_takes(impl, p) for p in picks):
-            if not impl.unfit(plan, device):
-                return Unit(steps, impl, "no rule says otherwise" if set(picks) == {"fast"} else "selected")
-    return Unit((plan.steps[i],), None, _why_law(plan, i, chosen, known, device))
+class _Cut:
+    """One plan and what was chosen for its steps."""
 
+    def __init__(self, plan: Plan, chosen: Sequence[str], known: Mapping[str, Implementation], device: torch.device):
+        self.plan, self.chosen, self.device = plan, chosen, device
+        self.names = tuple(s.stage.name for s in plan.steps)
+        self.usual = tuple(s.stage.base or s.stage.name for s in plan.steps)  # what a twin of the usual state matches
+        # Longest first: the spans that begin with a stage, and those that hold it, with where it stands in them.
+        self.beginning: dict[str, list[tuple[tuple[str, ...], Implementation]]] = {}
+        self.holding: dict[str, list[tuple[tuple[str, ...], Implementation, int]]] = {}
+        every = ((span, impl) for impl in known.values() for span in impl.spans)
+        for span, impl in sorted(every, key=lambda c: -len(c[0])):
+            self.beginning.setdefault(span[0], []).append((span, impl))
+            for at in reversed(range(len(span))):
+                self.holding.setdefault(span[at], []).append((span, impl, at))
+        self.reasons: dict[int, str | None] = {}  # why an implementation (its id) cannot serve the plan
 
-def _spans(known: Mapping[str, Implementation]) -> list[tuple[tuple[str, ...], Implementation]]:
-    """Every span with who serves it, longest first."""
-    return sorted(((span, impl) for impl in known.values() for span in impl.spans), key=lambda c: -len(c[0]))
+    def unfit(self, impl: Implementation) -> str | None:
+        if id(impl) not in self.reasons:
+            self.reasons[id(impl)] = impl.unfit(self.plan, self.device)
+        return self.reasons[id(impl)]
+
+    def unit(self, i: int) -> Unit:
+        for span, impl in self.beginning.get(self.names[i], ()):
+            picks = self.chosen[i : i + len(span)]
+            if self.names[i : i + len(span)] == span and all(_takes(impl, p) for p in picks) and not self.unfit(impl):
+                reason = "no rule says otherwise" if set(picks) == {"fast"} else "selected"
+                return Unit(self.plan.steps[i : i + len(span)], impl, reason)
+        return Unit((self.plan.steps[i],), None, self.why_law(i))
+
+    def why_law(self, i: int) -> str:
+        """Why no implementation serves a step: the reason of the longest span, wherever in it the step stands."""
+        chosen = self.chosen[i]
+        if chosen == "reference":
+            return "selected"
+        for span, impl, at in self.holding.get(self.usual[i], ()):
+            if at <= i and self.usual[i - at : i - at + len(span)] == span and _takes(impl, chosen):
+                return self.why_not(span, impl, i - at)
+        return "no twin" if chosen == "fast" else f"{chosen} is selected and has no such stage"
+
+    def why_not(self, span: tuple[str, ...], impl: Implementation, first: int) -> str:
+        """Why an implementation does not serve the steps from `first` on, whose usual names are those of its span."""
+        names, picks = self.names[first : first + len(span)], self.chosen[first : first + len(span)]
+        if names != span:
+            return f"{impl.name} has no form for {next(n for n in names if n not in span)}"
+        others = [f"{n}={p}" for n, p in zip(names, picks, strict=True) if not _takes(impl, p)]
+        together = f"{impl.name} serves {', '.join(span)} only together"
+        if others:
+            together += f", and the rules say {', '.join(others)}"
+        unfit = self.unfit(impl)
+        return f"{together}; {unfit}" if others and unfit else unfit or together
 
 
 def _takes(impl: Implementation, pick: str) -> bool:
     return pick == impl.name or (pick == "fast" and impl.name in TWINS)
-
-
-def _why_law(plan: Plan, i: int, chosen: Sequence[str], known: Mapping[str, Implementation], device) -> str:
-    """Why no implementation serves a step: the reason of the longest span, wherever in it the step stands."""
-    if chosen[i] == "reference":
-        return "selected"
-    for span, impl in _spans(known):
-        for first in range(max(0, i - len(span) + 1), i + 1):
-            steps, picks = plan.steps[first : first + len(span)], chosen[first : first + len(span)]
-            names = tuple(s.stage.name for s in steps)
-            if not _takes(impl, chosen[i]) or tuple(s.stage.base or s.stage.name for s in steps) != span:
-                continue  # a base is what a twin of the usual state would match
-            if names != span:
-                return f"{impl.name} has no form for {next(n for n in names if n not in span)}"
-            others = [f"{n}={p}" for n, p in zip(names, picks, strict=True) if not _takes(impl, p)]
-            together = f"{impl.name} serves {', '.join(span)} only together"
-            if others:
-                together += f", and the rules say {', '.join(others)}"
-            unfit = impl.unfit(plan, device)
-            return f"{together}; {unfit}" if others and unfit else unfit or together
-    return "no twin" if chosen[i] == "fast" else f"{chosen[i]} is selected and has no such stage"
 
 
 def span_refs(steps: Sequence[Step], arguments: Iterable[str]) -> dict:

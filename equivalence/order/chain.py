@@ -12,6 +12,7 @@ Tensors meet by their buffer, weight or state; columns of one buffer are not tol
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -137,27 +138,56 @@ def _activation(step: Plan, ref: Ref) -> torch.Tensor:
 def launches(step: Plan, target: str, reports: dict[str, Report]) -> list[Launch]:
     """The step in launch order. reports: of its kernels on this target, by name. Raises KeyError for one missing, and
     ContractError for a kernel that accesses what its stages do not have."""
-    chain, known, seen = [], {}, {}
+    chain, known, seen, first, bound = [], {}, {}, 0, _bound(step)
     for unit in units(step, target):
-        cells = {n: (r.space, r.name, r.layer) for s in unit.steps for n, r in s.bind.items()}
-        alike = _kind(unit) if unit.implementation else None
-        if alike not in known:
+        parts = bound[first : first + len(unit.steps)]
+        first += len(unit.steps)
+        alike = unit.implementation, *(part.kind for part in parts)
+        if unit.implementation and alike not in known:
             known[alike] = kernels(step, unit, target)
-        if not known[alike]:
-            written = {cells[t.name] for s in unit.steps for t in s.stage.tensors if t.written and t.name in cells}
-            chain.append(Launch(unit.key, "", False, True, True, frozenset(), frozenset(cells.values()),
-                                frozenset(written)))  # fmt: skip
-        for kernel in known[alike]:
+        made = known[alike] if unit.implementation else ()
+        cells = {name: cell for part in parts for name, cell in part.cells.items()}
+        if not made:
+            chain.append(_by_the_law(unit, parts))
+        for kernel in made:
             if kernel.name not in seen:
-                seen[kernel.name] = accessed(kernel, reports[kernel.name])
-            chain.append(_launch(unit.key, kernel, cells, reports[kernel.name], seen[kernel.name]))
+                own = {a.name: ("scratch", f"{kernel.name}.{a.name}", None)
+                       for a in kernel.args if a.role is Role.SCRATCH}  # fmt: skip
+                seen[kernel.name] = own, accessed(kernel, reports[kernel.name])
+            chain.append(_launch(unit.key, kernel, cells, reports[kernel.name], *seen[kernel.name]))
     return chain
 
 
-def _kind(unit: Unit) -> tuple:
-    """What the kernels of a unit depend on: all but its layer."""
-    bound = [(s.stage.name, n, r.space, r.name, r.cols, r.rows) for s in unit.steps for n, r in s.bind.items()]
-    return unit.implementation, *bound, *sorted(unit.attrs.items())
+@dataclass(frozen=True)
+class _Bound:
+    """What a step of a plan is bound to. cells: by argument. kind: all that kernels depend on, that is, all but the
+    layer; equal numbers for equal kinds of one plan. reads, writes: cells, where the law serves it."""
+
+    cells: dict[str, Cell]
+    kind: int
+    reads: frozenset[Cell]
+    writes: frozenset[Cell]
+
+
+@lru_cache(maxsize=1)  # the targets of one plan follow each other
+def _bound(step: Plan) -> list[_Bound]:
+    kinds: dict[tuple, int] = {}
+    found = []
+    for part in step.steps:
+        cells = {n: (r.space, r.name, r.layer) for n, r in part.bind.items()}
+        tied = [(n, r.space, r.name, r.cols, r.rows) for n, r in part.bind.items()]
+        kind = kinds.setdefault((part.stage.name, *tied, *sorted(part.attrs.items())), len(kinds))
+        writes = frozenset(cells[t.name] for t in part.stage.tensors if t.written and t.name in cells)
+        found.append(_Bound(cells, kind, frozenset(cells.values()), writes))
+    return found
+
+
+def _by_the_law(unit: Unit, parts: Sequence[_Bound]) -> Launch:
+    if len(parts) == 1:
+        reads, writes = parts[0].reads, parts[0].writes
+    else:
+        reads, writes = (frozenset().union(*cells) for cells in zip(*((p.reads, p.writes) for p in parts), strict=True))
+    return Launch(unit.key, "", False, True, True, frozenset(), reads, writes)
 
 
 def accessed(kernel: Kernel, report: Report) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
@@ -170,12 +200,12 @@ def accessed(kernel: Kernel, report: Report) -> tuple[frozenset[str], frozenset[
     return met(("load",), True) if kernel.pdl else frozenset(), met(("load", "atomic")), met(("store", "atomic"))
 
 
-def _launch(key: str, kernel: Kernel, cells: dict[str, Cell], report: Report, seen: tuple) -> Launch:
-    own = {a.name: ("scratch", f"{kernel.name}.{a.name}", None) for a in kernel.args if a.role is Role.SCRATCH}
+def _launch(key: str, kernel: Kernel, cells: dict[str, Cell], report: Report, own: dict, seen: tuple) -> Launch:
+    """own: the cells of the kernel's scratch. seen: what it accesses, of `accessed`."""
     known = cells | own
     if unknown := frozenset().union(*seen) - known.keys() - {""}:
         raise ContractError(f"{kernel.name}: {min(unknown)} is no tensor of {key} and no scratch")
-    early, reads, writes = (frozenset(known[name] for name in names - {""}) for names in seen)
+    early, reads, writes = (frozenset([known[name] for name in names if name]) for names in seen)
     return Launch(key, kernel.name, kernel.pdl, report.waits, report.patient, early, reads, writes)
 
 
