@@ -267,7 +267,7 @@ class _Known:
         return self.found[key]
 
 
-_known = _Known(1 << 15)
+_known = _Known(1 << 16)
 
 
 def _made(text: str, parameters: Parameters | None) -> Inst | None:

@@ -12,12 +12,13 @@ from fast.lower import lower
 
 from ..isa import cubin, ptx, sass
 from ..isa.values import parameters
+from .collector import seldom_collected
 from .proxies import crossings
 from .rules import ERROR, QUALITY, RULES, UNPROVEN, Case, Finding, View
 from .shared import unordered
 
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
-_PLACES = re.compile(r"/\*[0-9a-f]+\*/|\b(?:BRA|BSSY|CALL|RET|WARPSYNC)\b[^\n]*")  # addresses, and what names some
+_JUMPS = re.compile(r"\b(?:BRA|BSSY|CALL|RET|WARPSYNC)\b.*")  # what names addresses
 VIEWS_KEPT = 8  # readings of code in memory: those of one kernel, and some more
 
 
@@ -79,13 +80,27 @@ def _views(build, disassembly: str, known: dict, body: str = "") -> tuple[View, 
     """PTX and SASS. known: what was made of equal texts before; two targets often have one. body: `_body`, if known."""
     body = body or _body(build)
     layout = cubin.parameters(build.cubin, build.symbol)
-    # Disassembled together, equal code has other addresses: the bytes say where it jumps.
-    sass_key = cubin.section(build.cubin, f".text.{build.symbol}"), _PLACES.sub("", disassembly), layout
     if body not in known:
         known[body] = View(ptx.read(build.ptx, build.symbol))
-    if sass_key not in known:
-        known[sass_key] = View(sass.read(disassembly, build.symbol, layout))
-    return known[body], known[sass_key]
+    alike = known.setdefault((cubin.section(build.cubin, f".text.{build.symbol}"), layout), [])
+    view = next((view for text, view in alike if _same(text, disassembly)), None)
+    if view is None:
+        view = View(sass.read(disassembly, build.symbol, layout))
+        alike.append((disassembly, view))
+    return known[body], view
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two disassemblies of equal bytes differ in addresses alone: together with others, code has other ones.
+
+    The bytes say where it jumps."""
+    lines = zip(one.splitlines(), other.splitlines(), strict=False)
+    return one.count("\n") == other.count("\n") and all(a == b or _placed(a) == _placed(b) for a, b in lines)
+
+
+def _placed(line: str) -> tuple[str, str]:
+    before, _, after = line.partition("*/")
+    return before.rstrip("0123456789abcdef"), _JUMPS.sub("", after)
 
 
 def _report(build, ptx_view: View, sass_view: View, on_chip: bool = True) -> Report:
@@ -100,8 +115,13 @@ def _report(build, ptx_view: View, sass_view: View, on_chip: bool = True) -> Rep
 
 def _body(build) -> str:
     """PTX without the names of the kernel and the target."""
-    named = re.sub(rf"\b{re.escape(build.symbol)}", "kernel", build.ptx)
-    return re.sub(r"^\.target .*$", "", named, flags=re.M)
+    pieces = build.ptx.split(build.symbol)
+    named = pieces[:1]
+    for n, piece in enumerate(pieces[1:]):  # another name may end with it: then a letter stands before
+        before = pieces[n] or (build.symbol if n else "")
+        named += build.symbol if re.match(r"\w", before[-1:]) else "kernel", piece
+    head, *others = f"\n{''.join(named)}".split("\n.target ")
+    return "\n".join([head, *(other[other.find("\n") :] if "\n" in other else "" for other in others)])[1:]
 
 
 def _seen(case: Case, view: View, i: int) -> Seen:
@@ -133,7 +153,11 @@ def check_builds(builds: Sequence, on_chip: Collection | None = None) -> list[Re
 
     on_chip: codes of the kernels whose shared memory is followed, too; None for all.
     """
+    with seldom_collected():
+        return _checked(builds, on_chip)
 
+
+def _checked(builds: Sequence, on_chip: Collection | None) -> list[Report]:
     def key(build) -> tuple:
         args, k = tuple((a.name, a.role) for a in build.kernel.args), build.kernel
         launched = k.pdl, k.grid, k.block, k.cluster, k.smem

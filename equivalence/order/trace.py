@@ -18,7 +18,7 @@ def addresses(program: Program) -> dict[int, Value]:
 def _read(registers: Mapping[str, Value], operands: tuple[Operand, ...]) -> Value:
     value = None
     for operand in operands:
-        one = operand if isinstance(operand, frozenset) else registers.get(operand, NOTHING)
+        one = operand if operand.__class__ is frozenset else registers.get(operand, NOTHING)
         value = one if value is None else merge(value, one)
     return NOTHING if value is None else value
 
@@ -107,10 +107,19 @@ class _State:
 
 def _step(inst: Inst, state: _State) -> _State:
     """Changes the state in place."""
+    if inst.guard is None and not state.under:  # nearly always
+        registers = state.registers
+        registers.update([(move.into, _moved(registers, inst, move)) for move in inst.moves])
+        return _known(inst, state) if state.implied or inst.implies else state
     seen = state.seen(inst.guard)
     made = [(move.into, _moved(seen, inst, move), _specially(state, inst, move)) for move in inst.moves]
     for name, value, special in made:
         state.write(name, value, inst.guard, special)
+    return _known(inst, state)
+
+
+def _known(inst: Inst, state: _State) -> _State:
+    """What is known of predicates after an instruction. Changes the state in place."""
     for name in inst.writes:
         state.forget(name)
     if inst.implies and (inst.moves or inst.writes):
