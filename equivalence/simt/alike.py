@@ -96,6 +96,15 @@ class Alike(Clocks):
         cuts = np.flatnonzero(np.diff(I // 32)) + 1
         return [known for lanes in np.split(I, cuts) for known in [self.given(lanes)] * len(lanes)]
 
+    def series(self, lane: int, count: int) -> list[Known]:
+        """What a lane hands on by each of so many copies that follow each other: `snapshot` again and again."""
+        (c,) = self._of(np.array([lane]))
+        rows = np.repeat(self._together(np.array([c]))[None], count, 0)
+        rows[:, 0, c] += np.arange(count, dtype=np.int32)
+        self.own[c, 0] += count
+        self._single(np.array([c]))
+        return [({0: row}, self.seen[0]) for row in rows]
+
     def absorb(self, lane: int, known: Known | None) -> None:
         self.absorb_all(np.array([lane]), known)
 
@@ -159,6 +168,10 @@ class Alike(Clocks):
         """Whether each lane knows of the accesses of its row: actor (lane + 1, 0 for none), epoch and besides (what is
         taken as known) are [..., lanes, cells]."""
         c = self.of[I]
+        if len(I) == 1:
+            table = self.row[c[0], r].take(self.of_actor)
+            table[I[0] + 1] = self.own[c[0], r]
+            return bool(((table.take(actor) >= epoch) | besides).all())
         known = self.row.ravel().take(((c * 4 + r) * self.count)[:, None] + self.of_actor.take(actor)) >= epoch
         known |= besides
         if known.all():

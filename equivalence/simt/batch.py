@@ -205,12 +205,11 @@ def _bulk_copies(g, I, places: list, _: int) -> bool:
     epochs = (g.clocks.now(I) + np.arange(len(places))[:, None])[..., None]  # each hands on what its lane knows
     if not _write(g, I, offsets, n, _lines(places), epochs, True, ROWS["shared"]):
         return False
-    data = np.zeros((1, n), np.uint8)
-    for (op, *_), to, own in zip(places, offsets, bars.tolist(), strict=True):
-        for k, lane in enumerate(I.tolist()):
+    data, known = np.zeros((1, n), np.uint8), [g.clocks.series(lane, len(places)) for lane in I.tolist()]
+    for i, ((op, *_), to, own) in enumerate(zip(places, offsets, bars.tolist(), strict=True)):
+        for k in range(len(I)):
             one = I[k : k + 1]
-            bar = g.mbar(op, one, own[k])
-            g.late(bar, op, lane, [(one, to[k : k + 1], data)], 0, -n, *g.known(one))
+            g.late(g.mbar(op, one, own[k]), op, one, [(one, to[k : k + 1], data)], 0, -n, known[k][i])
     return True
 
 

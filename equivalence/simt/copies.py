@@ -5,6 +5,7 @@ shared memory read it as late as the wait for reading, and their bytes land at t
 """
 
 from collections import deque
+from collections.abc import Callable
 from itertools import groupby
 
 import numpy as np
@@ -89,9 +90,30 @@ def _cp_wait(g, op: Op, I) -> None:
 
 def _cp_arrive(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
-    own = _by_lane(_taken(g, I))
-    for lane, bar, known in zip(I.tolist(), g.mbars_of(op, I, offsets), g.known(I), strict=True):
-        g.late(bar, op, lane, own.get(lane, []), 1, 0, known)
+    taken = _taken(g, I)
+    bars = g.mbars_of(op, I, offsets)
+    if all(lanes is I for lanes, _, _ in taken):
+        sizes = dict.fromkeys(data.shape[1] for _, _, data in taken)
+        stacked = [[np.stack([c[i] for c in taken if c[2].shape[1] == n]) for i in range(3)] for n in sizes]
+        _late(g, op, I, bars, 1, 0, lambda some: [_flat(*(x[:, some] for x in copies)) for copies in stacked])
+    else:
+        own = _by_lane(taken)
+        _late(g, op, I, bars, 1, 0, lambda some: [c for lane in I[some].tolist() for c in own.get(lane, [])])
+
+
+def _flat(lanes, to, data) -> tuple:
+    return lanes.ravel(), to.ravel(), data.reshape(-1, data.shape[-1])
+
+
+def _late(g, op: Op, I, bars: list, n: int, tx: int, copies: Callable) -> None:
+    """Arrivals to come of lanes I, each at its barrier. Those that follow each other at one barrier with the same
+    knowledge stay together. copies(a slice of I): theirs."""
+    known, start = g.known(I), 0
+    for end in range(1, len(I) + 1):
+        if end == len(I) or bars[end] is not bars[start] or known[end] is not known[start]:
+            some = slice(start, end)
+            g.late(bars[start], op, I[some], copies(some), n, tx, known[start])
+            start = end
 
 
 def _bulk(g, op: Op, I) -> None:
@@ -100,7 +122,7 @@ def _bulk(g, op: Op, I) -> None:
     bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
     source = g.address(op.more["source"], I)
     g.aligned(op, I, size, 16)
-    for k, lane in enumerate(I.tolist()):
+    for k in range(len(I)):
         n, one = int(size[k]), I[k : k + 1]
         bar, copies = g.mbar(op, one, int(bars[k])), []
         if n:
@@ -110,7 +132,7 @@ def _bulk(g, op: Op, I) -> None:
             if g.machine.races:
                 g.machine.races.copied(g, op, one, o, n, False, "global", True)
                 g.machine.races.copied(g, op, one, to[k : k + 1], n, True, "shared", True)
-        g.late(bar, op, lane, copies, 0, -n, *g.known(one))
+        g.late(bar, op, one, copies, 0, -n, *g.known(one))
 
 
 def _bulk_store(g, op: Op, I) -> None:
@@ -175,8 +197,7 @@ def _st_async(g, op: Op, I) -> None:
     bars = g.shared_at(op, I, g.address(op.more["bar"], I), 8, 8, anywhere=True)
     if g.machine.races:
         g.machine.races.copied(g, op, I, to, n, True, "shared", False)
-    for k, (lane, bar, known) in enumerate(zip(I.tolist(), g.mbars_of(op, I, bars), g.known(I), strict=True)):
-        g.late(bar, op, lane, [(I[k : k + 1], to[k : k + 1], data[k : k + 1])], 0, -n, known)
+    _late(g, op, I, g.mbars_of(op, I, bars), 0, -n, lambda some: [(I[some], to[some], data[some])])
 
 
 def _mbar_init(g, op: Op, I) -> None:
@@ -199,6 +220,32 @@ def _mbar_arrive(g, op: Op, I) -> None:
         g.arrive(op, lane, bar, n, 0, known if n else None)
 
 
+def _settle(g, bar: dict, phase: int) -> None:
+    """Land what is on its way, until this phase is complete."""
+    landed = []
+    while bar["phase"] == phase and bar["late"]:
+        own, lanes, copies, n, tx, known = bar["late"].popleft()
+        many = len(lanes)
+        if many > 1 and not _all_in_phase(bar, many, n, tx):
+            alone = [(own, lanes[k : k + 1], _of_lane(copies, lane), n, tx, known) for k, lane in enumerate(lanes)]
+            bar["late"].extendleft(reversed(alone))
+            continue
+        landed += copies
+        g.arrive(own, int(lanes[0]), bar, many * n, many * tx, known)
+    _land(g, landed)
+
+
+def _all_in_phase(bar: dict, many: int, n: int, tx: int) -> bool:
+    """Whether none but the last of so many arrivals can complete the phase or be too many."""
+    if n:
+        return many * n <= bar["left"]
+    return bar["left"] > 0 or all(bar["tx"] + k * tx for k in range(1, many))
+
+
+def _of_lane(copies: list, lane: int) -> list:
+    return [tuple(x[mine] for x in copy) for copy in copies if (mine := copy[0] == lane).any()]
+
+
 def _mbar_wait(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8)
     parity, passed = g.read(op.args[0], I) & 1, np.zeros(len(I), bool)
@@ -208,12 +255,7 @@ def _mbar_wait(g, op: Op, I) -> None:
             if not len(some):
                 continue
             bar = g.mbar(op, I[some], offset)
-            landed = []
-            while bar["phase"] == p and bar["late"]:
-                own, issuer, copies, n, tx, known = bar["late"].popleft()
-                landed += copies
-                g.arrive(own, issuer, bar, n, tx, known)
-            _land(g, landed)
+            _settle(g, bar, p)
             if bar["phase"] != p:
                 passed[some] = True
                 if g.clocks:

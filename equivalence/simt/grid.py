@@ -315,7 +315,8 @@ class Grid:
         return [bars[offset] for offset in offsets.tolist()]
 
     def late(self, bar: dict, *copy) -> None:
-        """An arrival that comes with the bytes of copies: (operation, lane, copies, arrivals, bytes, knowledge)."""
+        """Arrivals that come with the bytes of copies: (operation, lanes, copies, arrivals, bytes, knowledge); arrivals
+        and bytes are those of each lane."""
         self.events += 1
         bar["late"].append(copy)
 

@@ -16,7 +16,9 @@ of kernels that are then equal one is run; lanes that act alike share a clock (`
 clocks at once shows nothing wrong are not looked at one by one (`batch`, `_OnChip._quiet`).
 """
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -54,6 +56,20 @@ class Found:
     text: str
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the search for garbage in cycles: there is little, and it took a third of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_uncollected()
 def found(kernel, ptx: str) -> list[Found]:
     """Everything wrong with, or unknown about, the order of a kernel's accesses to shared memory.
 
@@ -63,18 +79,18 @@ def found(kernel, ptx: str) -> list[Found]:
     if bones.doubts:
         return [Found("doubt", d.line, d.text) for d in bones.doubts]
     out = [Found("doubt", d.line, d.text) for d in bones.unsure]
-    if len(bones.choices) > CHOICES:
-        out.append(Found("doubt", 0, f"{len(bones.choices)} conditions depend on data; {CHOICES} are tried"))
-        return out
     small = replace(bones, code=lean(bones.code))
     if not _touches(small):
+        return out
+    choices = [c for c in bones.choices if c in {op.out[0].name for op in _ops(small) if op.kind == "choose"}]
+    if len(choices) > CHOICES:
+        out.append(Found("doubt", 0, f"{len(choices)} conditions depend on data; {CHOICES} are tried"))
         return out
     starts = _starts(kernel, small.code)
     key = _key(kernel, small.code, starts)
     if key in _clean:
         return out
     told: dict[tuple[str, int], Found] = {}
-    choices = [c for c in bones.choices if c in {op.out[0].name for op in _ops(small) if op.kind == "choose"}]
     for start in starts.values():
         for falls in product((True, False), repeat=len(choices)):
             for one in _run(kernel, small, start, dict(zip(choices, falls, strict=True))):
@@ -88,15 +104,16 @@ def found(kernel, ptx: str) -> list[Found]:
 
 # Kernels in whose runs nothing was found, in this process. A kernel with a finding runs again each time, so that what
 # is told of it has its own lines.
-_clean: set[tuple] = set()
+_clean: set[str] = set()
 
 
-def _key(kernel, code: Code, starts: dict) -> tuple:
+def _key(kernel, code: Code, starts: dict) -> str:
     """All that runs depend on, never a digest of it: the operations, the threads of a cluster and its shared memory,
     and of the grid what is read of it: the number of CTAs, and where the clusters that are looked at start. Choices
     fall both ways, what is loaded is never looked at, and the rest are constants of this module."""
     sizes = tuple(n for n, axis in zip(kernel.grid, "xyz", strict=True) if f"nctaid_{axis}" in specials(code))
-    return shape(code), tuple(kernel.block), tuple(kernel.cluster or (1, 1, 1)), kernel.smem, tuple(starts), sizes
+    threads = tuple(kernel.block), tuple(kernel.cluster or (1, 1, 1))
+    return repr((shape(code), threads, kernel.smem, tuple(starts), sizes))  # a text takes less room
 
 
 def _ops(bones: Skeleton) -> Iterator[Op]:

@@ -50,10 +50,12 @@ class _Accesses:
 
     def __init__(self, n: int):
         self.actor, self.epoch, self.line = (np.zeros(n, np.int32) for _ in range(3))
-        self.strong = np.zeros(n, bool)
+        self.strong, self.any_strong = np.zeros(n, bool), False
 
     def put(self, cells, actor, epoch, line, strong) -> None:
-        self.actor[cells], self.epoch[cells], self.line[cells], self.strong[cells] = actor + 1, epoch, line, strong
+        self.actor[cells], self.epoch[cells], self.line[cells] = actor + 1, epoch, line
+        if strong or self.any_strong:
+            self.strong[cells], self.any_strong = strong, True
 
 
 class Shadow:
@@ -324,9 +326,7 @@ class Races:
         if s is not self.memory:
             return f"shared memory + {offset % g.smem_bytes}"
         address = self.machine.arena.address(offset)
-        inside = [
-            (size, name, address - start) for (start, size), name in self.names if start <= address < start + size
-        ]
+        inside = [(n, name, address - at) for (at, n), name in self.names if at <= address < at + n]
         return "{1} + {2}".format(*min(inside)) if inside else hex(address)
 
     # ---- edges
