@@ -9,6 +9,7 @@ Bounds: one SM takes 64 bytes a clock from L2, so a lone block needs 2 us for ni
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import cuda.bindings.driver as cuda
@@ -68,12 +69,13 @@ class Config:
         return sums * (rows * WARP * 4 + (self.cluster > 1) * 8)
 
 
-def candidates(T: int, D: int, nb: int) -> list[Config]:
+def candidates(T: int, D: int, nb: int, clusters: tuple[int, ...] = (1, 2, 4, MAX_CLUSTER)) -> list[Config]:
     """Every legal Config for T tokens of width D that mix nb blocks and the prefix."""
-    grid = product((1, 2, 4, MAX_CLUSTER), range(1, 33), (8, 4, 2))
+    grid = product(clusters, range(1, 33), (8, 4, 2))
     return [c for cluster, warps, vec in grid if (c := Config(cluster, warps * WARP, vec)).fits(T, D, nb)]
 
 
+@cache
 def choose_config(T: int, D: int, nb: int) -> Config:
     """The Config of a step. The thresholds are counts of clocks, not measurements. Raises ContractError for a bad D."""
     cluster = MAX_CLUSTER
@@ -84,7 +86,7 @@ def choose_config(T: int, D: int, nb: int) -> Config:
     while T * cluster > SMS - 4:  # one block per SM; four of 132 are left over by whole clusters of eight
         cluster //= 2
     # 16 warps at most: every warp reads one row of shared memory per warp, for each sum.
-    legal = [c for c in candidates(T, D, nb) if c.cluster == cluster and c.warps <= 16]
+    legal = [c for c in candidates(T, D, nb, (cluster,)) if c.warps <= 16]
     if not legal:
         raise ContractError(
             f"attn_res: prefix has D = {D}; allowed are multiples of 64 that divide evenly, such as 7168"
@@ -377,14 +379,13 @@ def make_kernel(tensors: dict[str, Tensor], nb: int, write: int, cfg: Config) ->
 
 def attn_res_cases(model: Model = k3, batches=(1,)) -> list[tuple[dict[str, Tensor], dict[str, int]]]:
     """Every distinct call of a decode step, as (meta tensors, attrs). Of k3, 1, 32 and 64 tokens differ in cluster."""
-    cases = {}
-    for tokens in batches:
-        made = plan(model, tokens)
-        for step in made.steps:
-            if step.stage in (PRE, POST, FINAL):
-                shapes = {
-                    n: made.buffers[r.name][0] if r.space == "act" else (model.hidden,) for n, r in step.bind.items()
-                }
-                tensors = {n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in shapes.items()}
-                cases.setdefault((tokens, *sorted(shapes), *step.attrs.items()), (tensors, dict(step.attrs)))
-    return list(cases.values())
+    made, calls = plan(model, 1), {}  # whose tokens are the first axis of each buffer, and change nothing else
+    for step in made.steps:
+        if step.stage in (PRE, POST, FINAL):
+            shapes = {n: made.buffers[r.name][0] if r.space == "act" else None for n, r in step.bind.items()}
+            calls.setdefault((*sorted(shapes), *step.attrs.items()), (shapes, step.attrs))
+    cases = []
+    for tokens, (shapes, attrs) in product(batches, calls.values()):
+        full = {n: (tokens, *s[1:]) if s else (model.hidden,) for n, s in shapes.items()}
+        cases.append(({n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in full.items()}, dict(attrs)))
+    return cases

@@ -2,6 +2,7 @@
 
 Twins are built from Kernels and nothing else launches. A Kernel's tensors have static layouts, so each one is a bare
 8-byte pointer in PTX, in the order of `args`: the order checkers and the interpreter bind them by position and role.
+A kernel that must know how many tokens there are takes that number after them (`Kernel.counts`).
 
 THE RULE for every kernel launched with PDL (reasons: reading PTX and SASS of all three targets):
 - no `.nc` load at all, of anything: ptxas moves those across griddepcontrol.wait, barriers and acquire loads;
@@ -87,8 +88,9 @@ class Kernel:
     grid, block: CTAs and threads per axis. smem: bytes of dynamic shared memory. cluster: CTAs per axis, or None.
     All four and pdl are checked against what the compiled host code passes to the driver.
     archs: the targets it is for; a twin may have another kernel in its place on the others.
-    token_axis: the axis of the grid that the host code makes as long as the args' rows "T", if their length is no part
-    of the code.
+    token_axis: the axis of the grid that the host code makes as long as the args' rows "T", or one CTA for each
+    `token_span` of them, if their length is no part of the code. counts: whether the kernel gets that length, as an
+    Int32 behind the pointers.
     """
 
     name: str
@@ -101,13 +103,24 @@ class Kernel:
     cluster: tuple[int, int, int] | None = None
     pdl: bool = True
     token_axis: int | None = None
+    token_span: int = 1
+    counts: bool = False
     archs: tuple[str, ...] = ARCHS
 
     def __post_init__(self):
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
             raise ValueError(f"kernel name {self.name!r}: allowed are letters, digits and _ . -")
-        if self.token_axis is not None and self.grid[self.token_axis] != self.lengths.get("T"):
-            raise ValueError(f"{self.name}: grid {self.grid} for {self.lengths}; axis {self.token_axis} must be T")
+        tokens = self.lengths.get("T")
+        if self.counts and tokens is None:
+            raise ValueError(f'{self.name}: counts the rows "T", which no arg has')
+        ctas = tokens and -(-tokens // self.token_span)
+        if self.token_axis is not None and self.grid[self.token_axis] != ctas:
+            raise ValueError(f"{self.name}: grid {self.grid} for {self.lengths}; axis {self.token_axis} must be {ctas}")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The parameters behind the pointers, each an Int32."""
+        return (self.lengths["T"],) if self.counts else ()
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -245,9 +258,11 @@ def check_ptx(kernel: Kernel, ptx: str) -> str:
     symbols = re.findall(r"\.entry\s+(\w+)\s*\(", ptx)
     if len(symbols) != 1:
         raise ValueError(f"{kernel.name}: the entry launches {len(symbols)} kernels; allowed is 1")
-    params = re.findall(r"\.param\s+(?:\.align 8 )?\.[bu](?:8|64)\s+\w+_param_\d+(?:\[8\])?(?=[,\s])", ptx)
-    if len(params) != len(kernel.args):
-        raise ValueError(f"{kernel.name}: {len(params)} pointers in PTX for {len(kernel.args)} args")
+    params = re.findall(r"\.param\s+((?:\.align 8 )?\.[bu](?:8|32|64)\s+)\w+_param_\d+(\[\d+\])?(?=[,\s])", ptx)
+    kinds = ["number" if "32" in kind else size or "[8]" for kind, size in params]
+    if kinds != ["[8]"] * len(kernel.args) + ["number"] * kernel.counts:
+        wanted = f"{len(kernel.args)} pointers" + " and a number" * kernel.counts
+        raise ValueError(f"{kernel.name}: the parameters in PTX are {', '.join(kinds)}; allowed are {wanted}")
     if kernel.pdl and "griddepcontrol.wait" not in ptx:
         raise ValueError(f"{kernel.name}: launched with PDL, but never waits")
     return symbols[0]

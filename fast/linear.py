@@ -6,9 +6,11 @@ streams them into registers that warpgroup tensor cores read, for the most token
 sm_103a get the best of the other forms. `linear_direct` loads a K of a few steps straight into tensor core operands.
 Which form and which split of the work is a table over (N, K, M), with an estimate for what was not measured. The order
 of the additions follows the configuration, so a row's last bit may depend on M; for one M a result never varies.
+M is part of the code of fma alone: the others serve every M up to a `bucket` with one code.
 """
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import torch
@@ -27,6 +29,7 @@ from .linear_wgmma import CHUNK, WgmmaConfig, wgmma_entry
 SMS = 132  # of an H200; a GB300 has 148 to 152, where one wave of these grids fits as well
 SMEM = 232448  # bytes of shared memory a CTA may use on all targets
 REGISTERS = 65536  # of an SM
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # of tokens that share code: at most a third, and 8 of 24, do idle work
 FMA_TOKENS = 4  # above, FMA and the conversions to fp32 cost more than the weights' arrival
 WGMMA_TOKENS = 8  # up to here x is so small that mma.sync, which can divide its rows finer, loses nothing
 ALIGN = 8  # elements of 16 bytes
@@ -190,7 +193,7 @@ def candidates(M: int, N: int, K: int, arch: str = "sm_90a") -> tuple[list[Linea
         teams = [(2, 1), (4, 1), (6, 1), (8, 1), (2, 2), (4, 2), (6, 2), (8, 2), (4, 4), (8, 4)]
         for groups, splits, depth, (producers, team) in product((1, 2, 3, 4), range(1, 9), widths, teams):
             tried.append(wgmma_config(M, K, groups, splits, depth, producers, team))
-    why = {cfg: why_not(cfg, M, N, K) for cfg in tried}
+    why = {cfg: why_not(cfg, M, N, K) for cfg in dict.fromkeys(tried)}
     return [cfg for cfg, reason in why.items() if not reason], {cfg: reason for cfg, reason in why.items() if reason}
 
 
@@ -251,12 +254,24 @@ def estimate_mma(cfg: MmaConfig, M: int, N: int, K: int) -> float:
     return max(hbm, l2, flight, issue / CLOCK, steps / CLOCK) + (lead + tail) / CLOCK + 1.6
 
 
+def bucket(M: int) -> int:
+    """The most tokens that the code for M serves."""
+    return next(most for most in BUCKETS if most >= M)
+
+
 def choose_config(M: int, N: int, K: int, arch: str = "sm_90a") -> LinearConfig:
     """The measured winner for (N, K, M), or of the next larger M measured; the best estimate where there is none.
 
-    Raises NotImplementedError for a shape that no configuration can do.
+    M counts as the whole bucket, but for the forms that it is part of. Raises NotImplementedError for a shape that no
+    configuration can do.
     """
-    table = TUNED.get((N, K), {}) | (HOPPER.get((N, K), {}) if arch in WGMMA_ARCHS else {})
+    return _chosen(bucket(M), N, K, arch if arch in WGMMA_ARCHS else "")
+
+
+@cache
+def _chosen(M: int, N: int, K: int, arch: str) -> LinearConfig:
+    """The same for all targets without wgmma."""
+    table = TUNED.get((N, K), {}) | (HOPPER.get((N, K), {}) if arch else {})
     tuned = {m: cfg for m, cfg in table.items() if m >= M}
     if tuned:
         return tuned[min(tuned)]
@@ -302,28 +317,34 @@ def linear(x, w, out):
 
 
 def linear_kernel(cfg: LinearConfig, M: int, N: int, K: int, x_stride: int, out_stride: int) -> Kernel:
-    """The kernel of one configuration; strides are in elements. Raises ValueError for fewer weight rows than a tile."""
+    """The kernel of one configuration; strides are in elements. Raises ValueError for fewer weight rows than a tile.
+
+    But for fma, its code is the same for every M of a bucket; direct takes any M.
+    """
     rows = {FmaConfig: 1, DirectConfig: 16}.get(type(cfg)) or cfg.rows
     if rows > N:
         raise ValueError(f"linear: N = {N}; allowed for {cfg} are multiples of {ALIGN} from {rows} on")
-    bf16 = torch.bfloat16
+    bf16, tokens = torch.bfloat16, bucket(M)
+    any_m = None if isinstance(cfg, FmaConfig) else "T"
     args = (
-        Arg("x", Role.ACTIVATION, bf16, (M, K), (x_stride, 1)),
+        Arg("x", Role.ACTIVATION, bf16, (M, K), (x_stride, 1), rows=any_m),
         Arg("w", Role.WEIGHT, bf16, (N, K)),
-        Arg("out", Role.OUTPUT, bf16, (M, N), (out_stride, 1)),
+        Arg("out", Role.OUTPUT, bf16, (M, N), (out_stride, 1), rows=any_m),
     )
-    cluster, smem, archs = None, 0, ARCHS
+    title = "linear_{}-m" + f"{M}-n{N}-k{K}"
     if isinstance(cfg, FmaConfig):
-        name, entry, grid, threads, smem = "fma", fma_entry, (cfg.ctas, 1, 1), cfg.warps * 32, cfg.smem(M, K)
-    elif isinstance(cfg, DirectConfig):
-        name, entry, grid, threads = "direct", direct_entry, cfg.grid(M, N), cfg.warps * 32
-    else:
-        name, entry = ("wgmma", wgmma_entry) if isinstance(cfg, WgmmaConfig) else ("mma", mma_entry)
-        grid, threads, smem = (cfg.splits, cfg.tiles(N), 1), cfg.threads, cfg.smem(M)
-        cluster = (cfg.splits, 1, 1) if cfg.splits > 1 else None
-        archs = WGMMA_ARCHS if name == "wgmma" else ARCHS
-    title = f"linear_{name}-m{M}-n{N}-k{K}"
-    return Kernel(title, entry, args, (cfg,), grid, (threads, 1, 1), smem, cluster, archs=archs)
+        block, smem = (cfg.warps * 32, 1, 1), cfg.smem(M, K)
+        return Kernel(title.format("fma"), fma_entry, args, (cfg,), (cfg.ctas, 1, 1), block, smem)
+    if isinstance(cfg, DirectConfig):
+        grid, block = cfg.grid(M, N), (cfg.warps * 32, 1, 1)
+        span = dict(token_axis=1, token_span=cfg.tokens)
+        return Kernel(title.format("direct"), direct_entry, args, (cfg,), grid, block, counts=True, **span)
+    name, entry, archs = "mma", mma_entry, ARCHS
+    if isinstance(cfg, WgmmaConfig):
+        name, entry, archs = "wgmma", wgmma_entry, WGMMA_ARCHS
+    grid, block, smem = (cfg.splits, cfg.tiles(N), 1), (cfg.threads, 1, 1), cfg.smem(tokens)
+    cluster = (cfg.splits, 1, 1) if cfg.splits > 1 else None
+    return Kernel(title.format(name), entry, args, (cfg, tokens), grid, block, smem, cluster, counts=True, archs=archs)
 
 
 def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from .device import WARP, load, load_weight, span
+from .device import WARP, any_rows, load, load_weight, span
 from .linear_mma import flat, fragment, store
 
 STEP = 32  # columns that a warp covers with one 16-byte load per lane
@@ -29,7 +29,7 @@ class DirectConfig:
     warps: int
 
     def grid(self, M: int, N: int) -> tuple[int, int, int]:
-        return -(-N // (16 * self.warps)), -(-M // self.tokens), 1
+        return -(-N // (16 * self.warps)), (M + self.tokens - 1) // self.tokens, 1
 
     def registers(self, K: int) -> int:
         """Registers of a lane's operands and sums."""
@@ -46,8 +46,8 @@ def halves(first: cute.Tensor, second: cute.Tensor, i: cutlass.Constexpr, to: cu
 
 
 @cute.kernel
-def direct_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.Constexpr):
-    M, (N, K) = cutlass.const_expr(x.shape[0]), w.shape
+def direct_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, M: Int32, cfg: cutlass.Constexpr):
+    N, K = w.shape
     thread, _, _ = cute.arch.thread_idx()
     block, group, _ = cute.arch.block_idx()
     lane = cute.arch.lane_idx()
@@ -76,11 +76,12 @@ def direct_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass
                 c = fragment(acc, 4 * n, 4)
                 cute.gemm(atom, c, fragment(rows, 0, 8), fragment(b[k][n], 4 * i, 4), c)
     for n in cutlass.range_constexpr(nt):
-        store(out, flat(acc, 4 * n, 4), first // 8 + n, 1, row, low)
+        store(out, M, flat(acc, 4 * n, 4), first // 8 + n, 1, row, low)
 
 
 @cute.jit
 def direct_entry(x, w, out, cfg: cutlass.Constexpr, stream: cuda.CUstream):
-    direct_kernel(x, w, out, cfg).launch(
-        grid=cfg.grid(x.shape[0], w.shape[0]), block=[cfg.warps * WARP, 1, 1], stream=stream, use_pdl=True
+    M = x.shape[0]
+    direct_kernel(any_rows(x), w, any_rows(out), M, cfg).launch(
+        grid=cfg.grid(M, w.shape[0]), block=[cfg.warps * WARP, 1, 1], stream=stream, use_pdl=True
     )

@@ -1,10 +1,11 @@
 """Skinny GEMM on tensor cores: out[M, N] = x[M, K] w[N, K]^T for M = 1..64, weights streamed through shared memory.
 
 Plan. A CTA owns `rows` weight rows and one of `splits` ranges of K. `producers` warps copy [rows, bk] weights and
-[M, bk] activations per stage into a ring of `stages`, the weights of the whole ring before griddepcontrol.wait. The
-other warps_n x warps_k warps consume: weights are the 16-row A operand of mma.m16n8k16, tokens the 8-wide B operand;
-warps_n divide the rows, warps_k the 16-column steps of a stage. Partial sums meet in shared memory: of the CTA
-(warps_k), then of the cluster that the splits of a tile form, where each CTA adds and stores its share of the tile.
+[tokens, bk] activations per stage into a ring of `stages`, the weights of the whole ring before griddepcontrol.wait.
+M is any number up to the `tokens` that the code is for, and at least half: those past M repeat others and are not
+stored. The other warps_n x warps_k warps consume: weights are the 16-row A operand of mma.m16n8k16, tokens the 8-wide
+B operand; warps_n divide the rows, warps_k the 16-column steps of a stage. Partial sums meet in shared memory: of the
+CTA (warps_k), then of the cluster that a tile's splits form, where each CTA adds and stores its share of the tile.
 Bound: the weight stream; from about 32 tokens on, also x, which every tile reads from L2: rows and splits grow with M.
 """
 
@@ -17,7 +18,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
-from .device import WARP
+from .device import WARP, any_rows
 
 PAD = 8  # elements between rows in shared memory: eight rows of 16 bytes then fall into different banks
 
@@ -59,9 +60,9 @@ class MmaConfig:
     def tiles(self, N: int) -> int:
         return -(-N // self.rows)
 
-    def fragments(self, M: int) -> int:
+    def fragments(self, tokens: int) -> int:
         """16 x 8 accumulator fragments of one warp."""
-        return self.row_tiles * -(-M // 8)
+        return self.row_tiles * -(-tokens // 8)
 
     @property
     def copies(self) -> tuple[int, int, int]:
@@ -69,19 +70,19 @@ class MmaConfig:
         width, at_once = (self.bk, self.producers) if self.bulk else (8, self.producers * WARP)
         return width, self.bk // width, at_once // (self.bk // width)
 
-    def ring(self, M: int) -> int:
+    def ring(self, tokens: int) -> int:
         """Bytes of the ring, which later holds the partial sums: first of all warps, then of all splits."""
-        warps = self.fragments(M) * self.consumers if self.warps_k > 1 else 0
-        splits = self.splits * self.owned(M) if self.splits > 1 else 0
-        return -(-max(self.stages * (self.rows + M) * self.pitch * 2, 16 * WARP * max(warps, splits)) // 128) * 128
+        warps = self.fragments(tokens) * self.consumers if self.warps_k > 1 else 0
+        splits = self.splits * self.owned(tokens) if self.splits > 1 else 0
+        return -(-max(self.stages * (self.rows + tokens) * self.pitch * 2, 16 * WARP * max(warps, splits)) // 128) * 128
 
-    def owned(self, M: int) -> int:
+    def owned(self, tokens: int) -> int:
         """Fragments of a tile that one CTA of its cluster adds, at most."""
-        return -(-self.fragments(M) * self.warps_n // self.splits)
+        return -(-self.fragments(tokens) * self.warps_n // self.splits)
 
-    def smem(self, M: int) -> int:
+    def smem(self, tokens: int) -> int:
         """Bytes of dynamic shared memory: the ring, two barriers per stage, one for the splits."""
-        return self.ring(M) + 16 * self.stages + 16
+        return self.ring(tokens) + 16 * self.stages + 16
 
 
 def flat(t: cute.Tensor, offset: int, size: int) -> cute.Tensor:
@@ -108,9 +109,21 @@ def share(pointer, first, row: int, chunk: int, rows: int, chunks: int, cfg: Mma
     return cute.make_tensor(pointer + cute.assume(first, divby=8), layout)
 
 
+def source(src: cute.Tensor, i: int, step: int, row: Int32, count) -> cute.Tensor:
+    """Copy i of `share`, which starts at `row`: the row i * step on. Those past `count` rows start over with row 0."""
+    if count is None:
+        return src[None, i]
+    # Not the last row again and again: all CTAs would want those lines at once. 5 of 8 tokens took 1.4 times as long.
+    rows = Int32(cutlass.select_(row + i * step < count, Int32(i * step), i * step - count))
+    return cute.make_tensor(src.iterator + cute.assume(rows * (src.stride[1] // step), divby=8), src[None, 0].layout)
+
+
 @cute.jit
-def fill(src: cute.Tensor, dst: cute.Tensor, full, row: Int32, rows: cutlass.Constexpr, cfg: cutlass.Constexpr):
-    """Copy a producer's share of `rows` rows of a chunk, from `row` on; arrive when the bytes have landed."""
+def fill(src, dst, full, row: Int32, rows: cutlass.Constexpr, cfg: cutlass.Constexpr, count=None):
+    """Copy a producer's share of `rows` rows of a chunk, from `row` on; arrive when the bytes have landed.
+
+    src, dst: of `share`. count: of rows that src has, at least half of them; None where it has all.
+    """
     width, _, step = cutlass.const_expr(cfg.copies)
     if cutlass.const_expr(cfg.bulk):
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16, num_bits_per_copy=16 * width)
@@ -118,42 +131,44 @@ def fill(src: cute.Tensor, dst: cute.Tensor, full, row: Int32, rows: cutlass.Con
             cute.arch.mbarrier_arrive_and_expect_tx(full, (rows + step - 1 - row) // step * (2 * width))
             for i in cutlass.range_constexpr(cute.size(dst, mode=[1])):
                 if (i + 1) * step <= rows or row + i * step < rows:
-                    cute.copy(atom, src[None, i], dst[None, i], mbar_ptr=full)
+                    cute.copy(atom, source(src, i, step, row, count), dst[None, i], mbar_ptr=full)
     else:
         op = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(op, BFloat16, num_bits_per_copy=128)
         for i in cutlass.range_constexpr(cute.size(dst, mode=[1])):
             if (i + 1) * step <= rows or row + i * step < rows:
-                cute.copy(atom, src[None, i], dst[None, i])
+                cute.copy(atom, source(src, i, step, row, count), dst[None, i])
         cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
 
 @cute.jit
-def produce(w, x, raw, full, empty, top: Int32, chunk: Int32, count: Int32, me: Int32, cfg: cutlass.Constexpr):
+def produce(
+    w, x, count_x: Int32, raw, full, empty, top: Int32, chunk: Int32, count: Int32, me: Int32, cfg: cutlass.Constexpr
+):
     """Keep the ring full: chunks chunk .. chunk + count of the weight rows top .. and of x into stages 0, 1, ..
 
-    me: this thread among those that copy (bulk: this warp among the producers).
+    count_x: rows of x. me: this thread among those that copy (bulk: this warp among the producers).
     """
-    (M, K), rows, pitch = cutlass.const_expr(x.shape), cutlass.const_expr(cfg.rows), cutlass.const_expr(cfg.pitch)
+    (tokens, K), rows, pitch = cutlass.const_expr(x.shape), cutlass.const_expr(cfg.rows), cutlass.const_expr(cfg.pitch)
     width, pieces, _ = cutlass.const_expr(cfg.copies)
     row, column = me // pieces, me % pieces * width
     wide, to = K // cfg.bk, cute.recast_ptr(raw, dtype=BFloat16)
     gw = share(w.iterator, (top + row) * w.stride[0] + column, w.stride[0], cfg.bk, rows, wide, cfg)
-    gx = share(x.iterator, row * x.stride[0] + column, x.stride[0], cfg.bk, M, wide, cfg)
+    gx = share(x.iterator, row * x.stride[0] + column, x.stride[0], cfg.bk, tokens, wide, cfg)
     sw = share(to, row * pitch + column, pitch, rows * pitch, rows, cfg.stages, cfg)
     behind = to + cfg.stages * rows * pitch
-    sx = share(behind, row * pitch + column, pitch, M * pitch, M, cfg.stages, cfg)
+    sx = share(behind, row * pitch + column, pitch, tokens * pitch, tokens, cfg.stages, cfg)
     ahead = cutlass.min(count, cfg.stages)
     for i in cutlass.range(ahead, unroll=1):
         fill(gw[None, None, chunk + i], sw[None, None, i], full + i, row, rows, cfg)
     cute.arch.griddepcontrol_wait()
     for i in cutlass.range(ahead, unroll=1):
-        fill(gx[None, None, chunk + i], sx[None, None, i], full + i, row, M, cfg)
+        fill(gx[None, None, chunk + i], sx[None, None, i], full + i, row, tokens, cfg, count_x)
     stage, phase = Int32(0), Int32(0)
     for i in cutlass.range(cfg.stages, count, unroll=1):
         cute.arch.mbarrier_wait(empty + stage, phase)
         fill(gw[None, None, chunk + i], sw[None, None, stage], full + stage, row, rows, cfg)
-        fill(gx[None, None, chunk + i], sx[None, None, stage], full + stage, row, M, cfg)
+        fill(gx[None, None, chunk + i], sx[None, None, stage], full + stage, row, tokens, cfg, count_x)
         stage += 1
         if stage == cfg.stages:
             stage, phase = Int32(0), phase ^ 1
@@ -161,11 +176,11 @@ def produce(w, x, raw, full, empty, top: Int32, chunk: Int32, count: Int32, me: 
 
 @cute.jit
 def multiply(sw: cute.Tensor, sx: cute.Tensor, acc: cute.Tensor, wn: Int32, wk: Int32, warps_k: cutlass.Constexpr):
-    """acc [4, row tiles, token tiles] += this warp's steps of one stage, sw [8, pieces, rows], sx [8, pieces, M]."""
+    """acc [4, row tiles, token tiles] += this warp's steps of a stage: sw [8, pieces, rows], sx [8, pieces, tokens]."""
     lane = cute.arch.lane_idx()
     pair = lane // 16
     _, mt, nt = acc.shape
-    _, pieces, M = sx.shape
+    _, pieces, tokens = sx.shape
     load4 = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
     load2 = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 2), BFloat16)
     atom = cute.make_mma_atom(warp.MmaF16BF16Op(BFloat16, Float32, (16, 8, 16)))
@@ -173,11 +188,11 @@ def multiply(sw: cute.Tensor, sx: cute.Tensor, acc: cute.Tensor, wn: Int32, wk: 
     b = cute.make_rmem_tensor((4, nt), BFloat16)
     for j in cutlass.range_constexpr(pieces // 2 // warps_k):
         piece = 2 * (wk + j * warps_k)
-        for n in cutlass.range_constexpr(0, nt - 1, 2):  # tokens past M repeat the last one; their columns are dropped
-            token = cutlass.min(8 * (n + pair) + lane % 8, M - 1)
+        for n in cutlass.range_constexpr(0, nt - 1, 2):  # columns of tokens past M are dropped
+            token = cutlass.min(8 * (n + pair) + lane % 8, tokens - 1)
             cute.copy(load4, sx[None, piece + lane // 8 % 2, token], flat(b, 4 * n, 8))
         if cutlass.const_expr(nt % 2):
-            token = cutlass.min(8 * (nt - 1) + lane % 8, M - 1)
+            token = cutlass.min(8 * (nt - 1) + lane % 8, tokens - 1)
             cute.copy(load2, flat(sx[None, piece + lane // 8 % 2, token], 0, 4), flat(b, 4 * (nt - 1), 4))
         for m in cutlass.range_constexpr(mt):
             cute.copy(load4, sw[None, piece + pair, 16 * (wn * mt + m) + lane % 16], flat(a, 8 * m, 8))
@@ -243,7 +258,7 @@ def send(acc: cute.Tensor, sums: cute.Tensor, ready, split: Int32, wn: Int32, wk
 
 
 @cute.jit
-def add_splits(sums: cute.Tensor, out, F: cutlass.Constexpr, wid, split, row, low, cfg: cutlass.Constexpr):
+def add_splits(sums: cute.Tensor, out, M: Int32, F: cutlass.Constexpr, wid, split, row, low, cfg: cutlass.Constexpr):
     """Add this CTA's fragments in the order of the splits and store them; they go round all its warps."""
     warps, total = cutlass.const_expr(cfg.threads // WARP), cutlass.const_expr(F * cfg.warps_n)
     every = cute.make_rmem_tensor((4, cfg.splits), Float32)
@@ -256,16 +271,15 @@ def add_splits(sums: cute.Tensor, out, F: cutlass.Constexpr, wid, split, row, lo
             value = flat(every, 0, 4)
             for s in cutlass.range_constexpr(1, cfg.splits):
                 value.store(value.load() + every[None, s].load())
-            store(out, value, f % F, cfg.row_tiles, row + 16 * cfg.row_tiles * (f // F), low)
+            store(out, M, value, f % F, cfg.row_tiles, row + 16 * cfg.row_tiles * (f // F), low)
 
 
 @cute.jit
-def store(out: cute.Tensor, value: cute.Tensor, f: Int32, mt: cutlass.Constexpr, row: Int32, low: Int32):
+def store(out: cute.Tensor, M: Int32, value: cute.Tensor, f: Int32, mt: cutlass.Constexpr, row: Int32, low: Int32):
     """Round fragment f once and store it: weight rows row + 16 (f % mt) .., tokens 8 (f // mt) .. of out [M, N].
 
     Rows below `low` belong to the tile before: the last tile starts early where rows do not divide N.
     """
-    M = out.shape[0]
     lane = cute.arch.lane_idx()
     for i in cutlass.range_constexpr(4):
         n = row + 16 * (f % mt) + lane // 4 + 8 * (i // 2)
@@ -275,16 +289,16 @@ def store(out: cute.Tensor, value: cute.Tensor, f: Int32, mt: cutlass.Constexpr,
 
 
 @cute.kernel
-def mma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.Constexpr):
-    M, (N, K) = cutlass.const_expr(x.shape[0]), w.shape
+def mma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, M: Int32, cfg: cutlass.Constexpr):
+    tokens, (N, K) = cutlass.const_expr(x.shape[0]), w.shape  # M of the tokens are there
     thread, _, _ = cute.arch.thread_idx()
     split, tile, _ = cute.arch.block_idx()  # the grid is one cluster wide
     wid = cute.arch.make_warp_uniform(thread // WARP)
     wn, wk = wid % cfg.warps_n, wid // cfg.warps_n
-    raw = SmemAllocator().allocate(cfg.smem(M), 128)
-    full = cute.recast_ptr(raw + cfg.ring(M), dtype=Int64)
+    raw = SmemAllocator().allocate(cfg.smem(tokens), 128)
+    full = cute.recast_ptr(raw + cfg.ring(tokens), dtype=Int64)
     empty, ready = full + cfg.stages, full + 2 * cfg.stages
-    F, mt = cutlass.const_expr(cfg.fragments(M)), cutlass.const_expr(cfg.row_tiles)
+    F, mt = cutlass.const_expr(cfg.fragments(tokens)), cutlass.const_expr(cfg.row_tiles)
     if thread == 0:
         for i in cutlass.range_constexpr(cfg.stages):  # weights and activations arrive apart
             cute.arch.mbarrier_init(full + i, 2 * cfg.producers * (1 if cfg.bulk else WARP))
@@ -305,35 +319,35 @@ def mma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.Co
     acc.fill(0.0)
     if wid >= cfg.consumers:
         me = wid - cfg.consumers if cutlass.const_expr(cfg.bulk) else thread - cfg.consumers * WARP
-        produce(w, x, raw, full, empty, row, first, count, me, cfg)
+        produce(w, x, M, raw, full, empty, row, first, count, me, cfg)
     else:
         cute.arch.griddepcontrol_wait()  # its activations come from the producers, but its stores are its own
-        sw, sx = ring(raw, cfg.rows, cfg), ring(raw + cfg.stages * cfg.rows * cfg.pitch * 2, M, cfg)
+        sw, sx = ring(raw, cfg.rows, cfg), ring(raw + cfg.stages * cfg.rows * cfg.pitch * 2, tokens, cfg)
         consume(sw, sx, acc, full, empty, count, wn, wk, cfg)
     if cutlass.const_expr(cfg.warps_k > 1):
         add_warps(acc, raw, wid, wn, wk, cfg)
     if cutlass.const_expr(cfg.splits > 1):
         cute.arch.cluster_arrive()  # no warp of the cluster needs its ring any more, and every `ready` is armed
         cute.arch.cluster_wait()
-        layout = cute.make_layout((4, WARP, cfg.splits, cfg.owned(M)))
+        layout = cute.make_layout((4, WARP, cfg.splits, cfg.owned(tokens)))
         sums = cute.make_tensor(cute.recast_ptr(raw, dtype=Float32), layout)
         if wid < cfg.consumers:
             send(acc, sums, ready, split, wn, wk, cfg)
         cute.arch.mbarrier_wait(ready, 0)
-        add_splits(sums, out, F, wid, split, row, low, cfg)
+        add_splits(sums, out, M, F, wid, split, row, low, cfg)
     elif wid < cfg.consumers:
         for j in cutlass.range_constexpr(-(-F // cfg.warps_k)):
             f = wk + j * cfg.warps_k
             if F % cfg.warps_k == 0 or f < F:
-                store(out, flat(acc, 4 * j, 4), f, mt, row + 16 * mt * wn, low)
+                store(out, M, flat(acc, 4 * j, 4), f, mt, row + 16 * mt * wn, low)
 
 
 @cute.jit
-def mma_entry(x, w, out, cfg: cutlass.Constexpr, stream: cuda.CUstream):
-    mma_kernel(x, w, out, cfg).launch(
+def mma_entry(x, w, out, cfg: cutlass.Constexpr, tokens: cutlass.Constexpr, stream: cuda.CUstream):
+    mma_kernel(any_rows(x, tokens), w, any_rows(out, tokens), x.shape[0], cfg).launch(
         grid=[cfg.splits, cfg.tiles(w.shape[0]), 1],
         block=[cfg.threads, 1, 1],
-        smem=cfg.smem(x.shape[0]),
+        smem=cfg.smem(tokens),
         cluster=[cfg.splits, 1, 1] if cfg.splits > 1 else None,
         stream=stream,
         use_pdl=True,

@@ -3,7 +3,8 @@
 Plan. A CTA owns 64 weight rows per warpgroup and one of `splits` ranges of K. Weights go straight from global memory
 into registers and are the A operand of wgmma from there: no barrier and no fence between a weight and its use, and
 `depth` pieces of each row are in flight per lane, the first before griddepcontrol.wait. x is the B operand: producer
-warps copy it through registers into a ring of shared memory, once for all warpgroups of the CTA.
+warps copy it through registers into a ring of shared memory, once for all warpgroups of the CTA. M is any number up to
+the `tokens` that the code is for: those past M repeat the last one, and are not stored.
 A lane loads 16 bytes where the fragment layout has four times 4 bytes: words 0..3 of lane t's 16 bytes of 32 columns
 stand in for its words of the two halves of two steps of 16. x is stored in the same order: word j of every 16 bytes
 goes to half j of the 32 columns.
@@ -20,7 +21,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
-from .device import WARP, load, load_weight, span
+from .device import WARP, any_rows, load, load_weight, span
 from .linear_mma import add_splits, flat, store
 
 CHUNK = 32  # columns that a warp covers with one 16-byte load per lane
@@ -69,29 +70,29 @@ class WgmmaConfig:
     def tiles(self, N: int) -> int:
         return -(-N // self.rows)
 
-    def fragments(self, M: int) -> int:
+    def fragments(self, tokens: int) -> int:
         """16 x 8 accumulator fragments of one warp."""
-        return -(-M // 8)
+        return -(-tokens // 8)
 
-    def share(self, M: int) -> int:
+    def share(self, tokens: int) -> int:
         """Groups of 8 tokens that one producer copies of a stage, at most."""
-        return -(-self.fragments(M) // self.team)
+        return -(-self.fragments(tokens) // self.team)
 
-    def owned(self, M: int) -> int:
+    def owned(self, tokens: int) -> int:
         """Fragments of a tile that one CTA of its cluster adds, at most."""
-        return -(-self.fragments(M) * self.warps_n // self.splits)
+        return -(-self.fragments(tokens) * self.warps_n // self.splits)
 
-    def stage(self, M: int) -> int:
+    def stage(self, tokens: int) -> int:
         """Bytes of a stage of x, its tokens rounded up to whole groups of 8."""
-        return self.width * CHUNK * 2 * 8 * self.fragments(M)
+        return self.width * CHUNK * 2 * 8 * self.fragments(tokens)
 
-    def sums(self, M: int) -> int:
+    def sums(self, tokens: int) -> int:
         """Bytes of the partial sums that the splits send here."""
-        return 16 * WARP * self.splits * self.owned(M) if self.splits > 1 else 0
+        return 16 * WARP * self.splits * self.owned(tokens) if self.splits > 1 else 0
 
-    def smem(self, M: int) -> int:
+    def smem(self, tokens: int) -> int:
         """Bytes of dynamic shared memory: the ring of x, partial sums, two barriers per stage, one for the splits."""
-        return self.stages * self.stage(M) + self.sums(M) + 16 * self.stages + 16
+        return self.stages * self.stage(tokens) + self.sums(tokens) + 16 * self.stages + 16
 
 
 @cute.jit
@@ -104,20 +105,20 @@ def fetch(w: cute.Tensor, ring: cute.Tensor, row: Int32, column: Int32, i: cutla
 
 
 @cute.jit
-def copy_x(x, sx: cute.Tensor, full, empty, first: Int32, count: Int32, me: Int32, cfg: cutlass.Constexpr):
+def copy_x(x, last: Int32, sx: cute.Tensor, full, empty, first: Int32, count: Int32, me: Int32, cfg: cutlass.Constexpr):
     """Producer warp `me` copies its share of its team's stages of `count`, the first at column `first`.
 
-    sx [32, tokens / 8, 4, width, stages] in words: 8 tokens of 16 bytes are one core matrix of 128 bytes. Tokens past M
-    repeat the last one; their columns are dropped.
+    sx [32, tokens / 8, 4, width, stages] in words: 8 tokens of 16 bytes are one core matrix of 128 bytes. Tokens past
+    the last one repeat it; their columns are dropped.
     """
-    M, lane = cutlass.const_expr(x.shape[0]), cute.arch.lane_idx()
+    lane = cute.arch.lane_idx()
     groups, share = cutlass.const_expr(sx.shape[1]), cutlass.const_expr(cfg.share(x.shape[0]))
     part = me % cfg.team
     for i in cutlass.range(me // cfg.team, count, cfg.producers // cfg.team, unroll=1):
         slot = i % cfg.stages
         column = first + i * (CHUNK * cfg.width) + lane % 4 * 8
         pieces = [
-            load(span(x[cutlass.min(8 * (part + cfg.team * g) + lane // 4, M - 1), None], column + CHUNK * c, 8))
+            load(span(x[cutlass.min(8 * (part + cfg.team * g) + lane // 4, last), None], column + CHUNK * c, 8))
             for c in range(cfg.width)
             for g in range(share)
         ]
@@ -208,16 +209,16 @@ def send(acc: cute.Tensor, sums: cute.Tensor, ready, split: Int32, warp: Int32, 
 
 
 @cute.kernel
-def wgmma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.Constexpr):
-    M, (N, K) = cutlass.const_expr(x.shape[0]), w.shape
+def wgmma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, M: Int32, cfg: cutlass.Constexpr):
+    tokens, (N, K) = cutlass.const_expr(x.shape[0]), w.shape  # M of the tokens are there
     thread, _, _ = cute.arch.thread_idx()
     split, tile, _ = cute.arch.block_idx()  # the grid is one cluster wide
     wid = cute.arch.make_warp_uniform(thread // WARP)
-    raw = SmemAllocator().allocate(cfg.smem(M), 128)
-    partial = raw + cfg.stages * cfg.stage(M)
-    full = cute.recast_ptr(partial + cfg.sums(M), dtype=Int64)
+    raw = SmemAllocator().allocate(cfg.smem(tokens), 128)
+    partial = raw + cfg.stages * cfg.stage(tokens)
+    full = cute.recast_ptr(partial + cfg.sums(tokens), dtype=Int64)
     empty, ready = full + cfg.stages, full + 2 * cfg.stages
-    F = cutlass.const_expr(cfg.fragments(M))  # of 8 tokens
+    F = cutlass.const_expr(cfg.fragments(tokens))  # of 8 tokens
     if thread == 0:
         for i in cutlass.range_constexpr(cfg.stages):
             cute.arch.mbarrier_init(full + i, cfg.team)
@@ -242,7 +243,7 @@ def wgmma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.
         cute.arch.griddepcontrol_wait()
         layout = cute.make_layout((WARP, F, 4, cfg.width, cfg.stages))
         sx = cute.make_tensor(cute.recast_ptr(raw, dtype=Int32), layout)
-        copy_x(x, sx, full, empty, first * block, blocks * (cfg.depth // cfg.width), wid - cfg.warps_n, cfg)
+        copy_x(x, M - 1, sx, full, empty, first * block, blocks * (cfg.depth // cfg.width), wid - cfg.warps_n, cfg)
     else:
         ring = cute.make_rmem_tensor((8, 2, cfg.depth), BFloat16)
         for i in cutlass.range_constexpr(cfg.depth):
@@ -255,23 +256,23 @@ def wgmma_kernel(x: cute.Tensor, w: cute.Tensor, out: cute.Tensor, cfg: cutlass.
         consume(w, ring, b, acc, full, empty, row + 16 * wid, first * block, blocks, cfg)
     if cutlass.const_expr(cfg.splits > 1):
         cute.arch.cluster_wait()
-        layout = cute.make_layout((4, WARP, cfg.splits, cfg.owned(M)))
+        layout = cute.make_layout((4, WARP, cfg.splits, cfg.owned(tokens)))
         sums = cute.make_tensor(cute.recast_ptr(partial, dtype=Float32), layout)
         if wid < cfg.warps_n:
             send(acc, sums, ready, split, wid, cfg)
         cute.arch.mbarrier_wait(ready, 0)
-        add_splits(sums, out, F, wid, split, row, low, cfg)
+        add_splits(sums, out, M, F, wid, split, row, low, cfg)
     elif wid < cfg.warps_n:
         for f in cutlass.range_constexpr(F):
-            store(out, flat(acc, 4 * f, 4), f, 1, row + 16 * wid, low)
+            store(out, M, flat(acc, 4 * f, 4), f, 1, row + 16 * wid, low)
 
 
 @cute.jit
-def wgmma_entry(x, w, out, cfg: cutlass.Constexpr, stream: cuda.CUstream):
-    wgmma_kernel(x, w, out, cfg).launch(
+def wgmma_entry(x, w, out, cfg: cutlass.Constexpr, tokens: cutlass.Constexpr, stream: cuda.CUstream):
+    wgmma_kernel(any_rows(x, tokens), w, any_rows(out, tokens), x.shape[0], cfg).launch(
         grid=[cfg.splits, cfg.tiles(w.shape[0]), 1],
         block=[cfg.threads, 1, 1],
-        smem=cfg.smem(x.shape[0]),
+        smem=cfg.smem(tokens),
         cluster=[cfg.splits, 1, 1] if cfg.splits > 1 else None,
         stream=stream,
         use_pdl=True,

@@ -24,7 +24,7 @@ FORMS = {  # configurations that together take every path: ring reused, odd frag
     "direct": (20, 72, 128, DirectConfig(16, 4)),
     "mma-bulk": (5, 72, 768, MmaConfig(48, 1, 1, 4, 192, 3, 2, True)),
     "mma-async": (20, 72, 256, MmaConfig(32, 1, 2, 2, 32, 5, 3, False)),
-    "split-bulk": (17, 56, 960, MmaConfig(32, 3, 1, 2, 192, 1, 3, True)),
+    "split-bulk": (17, 56, 960, MmaConfig(32, 3, 1, 2, 192, 1, 2, True)),
     "split-async": (24, 96, 240, MmaConfig(48, 5, 3, 1, 48, 1, 3, False)),
     "wgmma": (20, 72, 512, WgmmaConfig(1, 1, 4, 2, 3, 2)),
     "wgmma-team": (40, 64, 768, WgmmaConfig(1, 2, 4, 4, 2, 4, 2)),
@@ -131,7 +131,7 @@ def test_every_production_case_has_one_legal_kernel():
         (kernel,) = pick(linear.linear, t, {}, arch)
         M, K = t["x"].shape
         N, cfg = t["w"].shape[0], kernel.constants[0]
-        assert linear.why_not(cfg, M, N, K) is None, case
+        assert linear.why_not(cfg, M if isinstance(cfg, FmaConfig) else linear.bucket(M), N, K) is None, case
         assert not isinstance(cfg, WgmmaConfig) or arch == "sm_90a", case
         assert kernel.pdl and kernel.smem <= 232448 and kernel.args[0].strides == t["x"].stride()
         assert [a.role for a in kernel.args] == [Role.ACTIVATION, Role.WEIGHT, Role.OUTPUT]
@@ -162,7 +162,7 @@ def test_every_measured_configuration_is_legal():
     for table, arch in ((linear.TUNED, "sm_100a"), (linear.HOPPER, "sm_90a")):
         for (N, K), rows in table.items():
             for M, cfg in rows.items():
-                assert linear.why_not(cfg, M, N, K) is None, (N, K, M)
+                assert linear.why_not(cfg, M, N, K) is None and M in linear.BUCKETS, (N, K, M)
                 assert linear.choose_config(M, N, K, arch) == cfg
                 assert isinstance(cfg, WgmmaConfig) == (table is linear.HOPPER)
 
@@ -246,7 +246,7 @@ def test_every_batch(M):
 @pytest.mark.parametrize("config", [k3_rank(8), k3_rank(16), mini, deep], ids=lambda c: c.name)
 def test_production_shapes(config, stage):
     N, K = linear.linear_shapes(config)[stage]
-    for M in (1, 2, 3, 5, 8, 17, 33, 64) if config.name == "k3-tp8" else (1, 3, 17, 64):
+    for M in (1, 2, 3, 5, 8, 13, 17, 24, 25, 33, 48, 49, 64) if config.name == "k3-tp8" else (1, 3, 17, 41, 64):
         t = hostile(M, N, K, "cuda", whole=True)
         exact = (t["x"].double() @ t["w"].double().mT).cpu()
         assert torch.equal(run(t), exact.bfloat16()), M
@@ -290,6 +290,27 @@ def test_chain_in_a_graph_reads_what_its_predecessor_wrote():
                 t.fill_(float("nan"))
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip(x[1:], want, strict=True))
+
+
+def test_all_tokens_of_a_bucket_share_their_code():
+    """Those that a bucket serves are the ones behind the bucket before; fma counts the tokens in its code."""
+    for (M, after), (N, K) in product(pairwise((0, *linear.BUCKETS)), ((2112, 7168), (7168, 768), (192, 256))):
+        for arch in ARCHS:
+            made = [linear_kernel(linear.choose_config(m, N, K, arch), m, N, K, K, N) for m in range(M + 1, after + 1)]
+            assert all(isinstance(k.constants[0], FmaConfig) or k.code == made[-1].code for k in made)
+            assert [k.numbers for k in made if k.counts] == [(k.args[0].shape[0],) for k in made if k.counts]
+
+
+@pytest.mark.parametrize("form", [f for f in FORMS if "fma" not in f])
+def test_every_token_count_of_one_code(form):
+    """In the interpreter, which faults where a token past the last is read; results are the exact ones."""
+    M, N, K, cfg = FORMS[form]
+    lowest = max(n for n in (0, *linear.BUCKETS) if n < M) + 1
+    for tokens in {lowest, lowest + 1, linear.bucket(M) - 1, linear.bucket(M)}:
+        t = hostile(tokens, N, K, whole=True)
+        kernel = linear_kernel(cfg, tokens, N, K, t["x"].stride(0), t["out"].stride(0))
+        simt.launch(kernel, t, target=kernel.archs[0])
+        assert torch.equal(t["out"], oracle(t)[0].bfloat16()) and (surroundings(t) == POISON).all(), tokens
 
 
 @pytest.mark.parametrize("M", [1, 3, 8, 16, 33, 64])

@@ -144,11 +144,12 @@ def test_kernels_of_any_number_of_rows_share_their_code():
     assert body == static
     for change, message in (
         (dict(token_axis=None), r"states grid \(2, 1, 1\), its entry launches \(None, 1, 1\)"),
-        (dict(entry=scale), "1 pointers in PTX for 4 args"),
+        (dict(entry=scale), r"in PTX are \[8\], \[16\], \[16\], \[16\]; allowed are 4 pointers"),
+        (dict(counts=True), r"in PTX are \[8\], \[8\], \[8\], \[8\]; allowed are 4 pointers and a number"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(made_any(2), **change).compile("sm_90a")
-    with pytest.raises(ValueError, match=r"grid \(3, 1, 1\) for \{'T': 2\}; axis 0 must be T"):
+    with pytest.raises(ValueError, match=r"grid \(3, 1, 1\) for \{'T': 2\}; axis 0 must be 2"):
         replace(made_any(2), grid=(3, 1, 1))
     args = tuple(replace(a, shape=(5, *a.shape[1:])) if a.name == "y" else a for a in made_any(2).args)
     with pytest.raises(ValueError, match="y has 5 rows; allowed is 2"):

@@ -73,6 +73,8 @@ DIRECT = (
     made(HOISTED, "M5", "direct: x loaded invariant",
          [(B_LOAD, B_LOAD.replace("load(", "constant(")), (DIRECT_DEF, HELD + "\n\n\n" + DIRECT_DEF)],
          "static races values", "a non-coherent load may be lifted above the wait"),
+    made(STATE, OWN, "direct: stores past the last token",
+         [("store(out, M, flat(", "store(out, 64, flat(")], "law", "rows behind the last of out are written"),
     made(STATE, OWN, "direct: row tile repeated",
          [("row = cutlass.min(low, N - 16)", "row = cutlass.min(low, N - 32)")],
          "law", "the last tile starts too early and stores the rows before"),
@@ -82,7 +84,7 @@ DIRECT = (
 
 PRODUCER_WAIT = WAIT + "    for i in cutlass.range(ahead, unroll=1):\n        fill(gx"
 X_FIRST = """    for i in cutlass.range(ahead, unroll=1):
-        fill(gx[None, None, chunk + i], sx[None, None, i], full + i, row, M, cfg)
+        fill(gx[None, None, chunk + i], sx[None, None, i], full + i, row, tokens, cfg, count_x)
 """
 CONSUMER_WAIT = (
     "        cute.arch.griddepcontrol_wait()  # its activations come from the producers, but its stores are its own\n"
@@ -109,7 +111,7 @@ CLUSTER_WAIT = "        cute.arch.cluster_wait()\n"
 SEND = "        if wid < cfg.consumers:\n            send(acc, sums, ready, split, wn, wk, cfg)\n"
 READY_WAIT = "        cute.arch.mbarrier_wait(ready, 0)\n"
 INIT_SYNC = "        cute.arch.mbarrier_init_fence()\n    cute.arch.sync_threads()\n"
-SUMS = """        layout = cute.make_layout((4, WARP, cfg.splits, cfg.owned(M)))
+SUMS = """        layout = cute.make_layout((4, WARP, cfg.splits, cfg.owned(tokens)))
         sums = cute.make_tensor(cute.recast_ptr(raw, dtype=Float32), layout)
 """
 
@@ -199,6 +201,8 @@ MMA = (
          [("            for s in cutlass.range_constexpr(1, cfg.splits):\n                value.store(",
            "            for s in cutlass.range_constexpr(1, cfg.splits - 1):\n                value.store(")],
          "law", "a part of K is missing from the sum"),
+    made(STATE, OWN, "mma bulk: one token too many", [("produce(w, x, M, raw", "produce(w, x, M + 1, raw")],
+         "law", "a row behind the last of x is read"),
     made(STATE, OWN, "mma bulk: last tile past the end",
          [("    row = cutlass.min(low, N - cfg.rows)\n    acc", "    row = low\n    acc")],
          "law", "rows do not divide N: weights are read, and out is written, beyond the end"),

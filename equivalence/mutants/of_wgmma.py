@@ -9,7 +9,10 @@ from .entry import HOISTED, ORDERING, OWN, STATE, made
 from .of_linear import HELD, READY_WAIT, TURN
 
 PRODUCER_WAIT = "    if wid >= cfg.warps_n:\n        cute.arch.griddepcontrol_wait()\n"
-COPY = "        copy_x(x, sx, full, empty, first * block, blocks * (cfg.depth // cfg.width), wid - cfg.warps_n, cfg)\n"
+COPY = (
+    "        copy_x(x, M - 1, sx, full, empty, first * block, blocks * (cfg.depth // cfg.width), "
+    "wid - cfg.warps_n, cfg)\n"
+)
 CONSUMER_WAIT = (
     "        cute.arch.griddepcontrol_wait()  # its activations come from the producers, but its stores are its own\n"
 )

@@ -150,7 +150,7 @@ def _bases() -> list[Base]:
         Base("fma tail", **_projection("fast.linear_fma", FmaConfig(1, 2, 4, 4), (3, 24, 336))),
         Base("direct", **_projection("fast.linear_direct", DirectConfig(8, 2), (12, 40, 64))),
         Base("mma bulk", **_projection("fast.linear_mma", MmaConfig(16, 1, 1, 2, 192, 2, 2, True), (5, 24, 768))),
-        Base("mma async", **_projection("fast.linear_mma", MmaConfig(32, 1, 2, 1, 32, 2, 2, False), (9, 40, 160))),
+        Base("mma async", **_projection("fast.linear_mma", MmaConfig(32, 1, 2, 1, 32, 2, 2, False), (20, 40, 160))),
         Base("mma split", **_projection("fast.linear_mma", MmaConfig(32, 2, 1, 2, 192, 1, 1, True), (6, 32, 384))),
         Base("wgmma", **_projection("fast.linear_wgmma", WgmmaConfig(1, 1, 2, 1, 2, 2), (9, 72, 256))),
         Base("wgmma split", **_projection("fast.linear_wgmma", WgmmaConfig(1, 2, 2, 1, 2, 2, 2), (20, 64, 512))),

@@ -77,11 +77,11 @@ class Native:
     run: ctypes._CFuncPtr = field(repr=False)
 
     def __call__(
-        self, pointers: Sequence[int], spans: Sequence[tuple[int, int]], grid, block, cluster, smem: int, name: str
+        self, words: Sequence[int], spans: Sequence[tuple[int, int]], grid, block, cluster, smem: int, name: str
     ) -> int:
-        """Run a whole grid; returns the number of (warp, block) pairs executed. Raises Fault."""
+        """Run a whole grid; returns the number of (warp, block) pairs executed. words: the parameters. Raises Fault."""
         launch = _Launch()
-        launch.params[: len(pointers)] = pointers
+        launch.params[: len(words)] = words
         for i, span in enumerate(spans):
             launch.spans[i] = _Span(*span)
         launch.count, launch.smem = len(spans), self.dynamic + smem

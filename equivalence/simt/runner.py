@@ -52,8 +52,8 @@ def launch(
     if run == "native":
         made = native.compile_ptx(ptx)
         cluster = kernel.cluster or (1, 1, 1)
-        pointers = [t.data_ptr() for t in checked]
-        made(pointers, spans(checked), kernel.grid, kernel.block, cluster, kernel.smem, kernel.name)
+        words = [*(t.data_ptr() for t in checked), *kernel.numbers]
+        made(words, spans(checked), kernel.grid, kernel.block, cluster, kernel.smem, kernel.name)
     else:
         from .machine import Machine
 
