@@ -65,6 +65,15 @@ BROKEN = {
     "a condition on a pointer": (
         f"and.b64 %rd4, %rd1, 16; setp.ne.u64 %p5, %rd4, 0; {WRITE} @!%p5 bra $N; bra $M; $N: {SYNC} $M: {OTHER}",
         64, {}),
+    "an address that each thread's data chooses by a branch": (
+        f"mov.u32 %r10, 0; @%p3 bra $A; bra $E; $A: mov.u32 %r10, 128; $E: add.s32 %r11, %r4, %r10; "
+        f"st.shared.b32 [%r11], %r7; {SYNC}", 64, {}),
+    "an address that a loop counts as long as the data says": (
+        "mov.u32 %r10, 0; $L: add.u32 %r10, %r10, 128; ld.global.b32 %r11, [%rd1]; setp.gt.s32 %p5, %r11, 0; "
+        f"@%p5 bra $L; add.s32 %r12, %r4, %r10; st.shared.b32 [%r12], %r7; {SYNC}", 64, {}),
+    "an address that each thread's loop counts": (
+        "mov.u32 %r10, 0; $L: add.u32 %r10, %r10, 128; ld.global.b32 %r11, [%rd3]; setp.gt.s32 %p5, %r11, 0; "
+        f"@%p5 bra $L; add.s32 %r12, %r4, %r10; st.shared.b32 [%r12], %r7; {SYNC}", 64, {}),
     # the detector
     "reads of four warps behind those of four others": (
         "setp.lt.u32 %p5, %r1, 128; @!%p5 bra $B; ld.shared.b32 %r9, [%r3]; bra $E; $B: ld.shared.b32 %r9, [%r3]; "

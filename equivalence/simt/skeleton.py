@@ -50,7 +50,8 @@ def skeleton(code: Code, clustered: bool = False) -> Skeleton:
     needed = _needed(ops, kept)
     flow = _Flow(code)
     uses = _Uses(ops)
-    unknown, uneven = _unknown(ops, uses), _uneven(code, ops, uses, flow, clustered)
+    uneven = _uneven(ops, uses, flow, clustered)
+    unknown = _unknown(ops, uses, flow, uneven)
     doubts = [Doubt(op.line, f"{op.text}: {r.name} depends on data") for op in kept for r in _steers(op)
               if r.name in unknown]  # fmt: skip
     keep = {id(op) for op in kept}
@@ -165,23 +166,26 @@ class _Uses:
         return out
 
 
-def _unknown(ops: list[Op], uses: _Uses) -> set[str]:
-    """What depends on data: on anything loaded, parameters (which are pointers) included, or on a matrix product."""
-    return uses.spread([op for op in ops if op.kind not in COMPUTED and op.kind != "mbar_wait"])
+def _unknown(ops: list[Op], uses: _Uses, flow: "_Flow", uneven: set[str]) -> set[str]:
+    """What depends on data: on anything loaded, parameters (which are pointers) included, or on a matrix product.
+
+    A condition on data that all threads share falls both ways; what comes of it is then known. Not so where threads may
+    differ, or where it decides how often a loop runs: what is computed there is unknown behind it.
+    """
+
+    def parted(name: str) -> list[Op]:
+        return [op for n in flow.branches.get(name, ()) if name in uneven or n in flow.between(n)
+                for op in flow.parts(n)]  # fmt: skip
+
+    return uses.spread([op for op in ops if op.kind not in COMPUTED and op.kind != "mbar_wait"], parted)
 
 
-def _uneven(code: Code, ops: list[Op], uses: _Uses, flow: "_Flow", clustered: bool) -> set[str]:
+def _uneven(ops: list[Op], uses: _Uses, flow: "_Flow", clustered: bool) -> set[str]:
     """What threads of one CTA may hold different values of: computed, loaded or chosen by way of a thread's number.
 
     A strong load may bring another value to each thread; memory of their own is another for CTAs of a cluster.
     """
     own = OF_A_THREAD + (OF_A_CTA if clustered else ())
-    makers = Counter(r.name for op in ops for r in op.out if r)
-    branches: dict[str, list[int]] = {}
-    for n, block in enumerate(code.blocks):
-        for op in block.ops:
-            if op.kind == "jump" and op.guard:
-                branches.setdefault(op.guard[0].name, []).append(n)
 
     def differs(op: Op) -> bool:
         if op.kind == "load":
@@ -191,9 +195,7 @@ def _uneven(code: Code, ops: list[Op], uses: _Uses, flow: "_Flow", clustered: bo
 
     def parted(name: str) -> list[Op]:
         """Loads from there, and what threads compute that a branch on this register parts."""
-        inside = {b for n in branches.get(name, ()) for b in flow.between(n)}
-        chosen = [op for b in inside for op in code.blocks[b].ops if any(makers[r.name] > 1 for r in op.out if r)]
-        return chosen + uses.loads.get(name, [])
+        return [op for n in flow.branches.get(name, ()) for op in flow.parts(n)] + uses.loads.get(name, [])
 
     return uses.spread([op for op in ops if differs(op)], parted)
 
@@ -202,7 +204,13 @@ class _Flow:
     """Ways between the blocks of a Code; the number after the last block is the end."""
 
     def __init__(self, code: Code):
-        last = self.last = len(code.blocks)
+        last, self.blocks = len(code.blocks), code.blocks
+        self.last, self.makers = last, Counter(r.name for block in code.blocks for op in block.ops for r in op.out if r)
+        self.branches: dict[str, list[int]] = {}  # blocks that end with one, by its guard
+        for n, block in enumerate(code.blocks):
+            for op in block.ops:
+                if op.kind == "jump" and op.guard:
+                    self.branches.setdefault(op.guard[0].name, []).append(n)
         self.ways: list[set[int]] = []
         for block in code.blocks:
             jumps = [op for op in block.ops if op.kind in ("jump", "exit")]
@@ -235,8 +243,19 @@ class _Flow:
         return seen
 
     def between(self, branch: int) -> set[int]:
-        """Blocks that a branch decides about: reached from it, and not on every way from it to the end."""
-        return self.reached(branch) - self.after[branch]
+        """Blocks that a branch decides about: those before the first that is on every way to the end. It is one of them
+        if it decides how often a loop runs."""
+        always, seen, todo = self.after[branch] - {branch}, set(), list(self.ways[branch])
+        while todo:
+            if (n := todo.pop()) not in seen and n not in always:
+                seen.add(n)
+                todo += self.ways[n]
+        return seen
+
+    def parts(self, branch: int) -> list[Op]:
+        """Operations in those blocks whose results have another value where they do not run."""
+        return [op for n in self.between(branch) if n < self.last for op in self.blocks[n].ops
+                if any(self.makers[r.name] > 1 for r in op.out if r)]  # fmt: skip
 
     def cycle(self, block: int) -> set[int]:
         """The blocks of loops around this one."""
