@@ -57,6 +57,21 @@ def test_half_a_span_falls_back_and_says_why(model):
     assert (reasons["00.kda.conv"], reasons["00.kda.recurrence"], reasons["00.kda.out_norm"]) == (why, "selected", why)
 
 
+def test_each_implementation_is_asked_once_for_a_plan(model):
+    asked = []
+
+    class Asked(LawTwin):
+        def unfit(self, plan, device):
+            asked.append(self.spans)
+            return "not today"
+
+    known = {"law": Asked("law", SPAN), "same name": Asked("law", ("attn_res.pre",))}
+    units = divide(plan(model.config, 2), Selection.parse("*=law"), known, torch.device("cpu"))
+    reasons = {u.key: u.reason for u in units}
+    assert reasons["02.kda.out_norm"] == reasons["00.kda.conv"] == reasons["01.attn_res.pre"] == "not today"
+    assert sorted(asked) == [(("attn_res.pre",),), (SPAN,)]
+
+
 def test_a_twin_by_name_and_by_default_is_one_choice(model):
     """On a device that it serves; elsewhere both reasons are told, also inside of the span."""
     known = interpreted()

@@ -39,6 +39,7 @@ def run(kernel: str, targets: list[str], scope: str, fresh: bool = False, shared
     """
     from equivalence.order.chain import check_steps
     from equivalence.order.check import TARGETS, prove, workers
+    from equivalence.order.collector import seldom_collected
     from fast import BATCHES
 
     unknown = [t for t in targets if t not in TARGETS]
@@ -52,7 +53,8 @@ def run(kernel: str, targets: list[str], scope: str, fresh: bool = False, shared
     jobs = min(os.cpu_count() or 1, JOBS)
     # Where it is worth it, the other processes start while this one picks the kernels.
     with console.status("proving kernels"), workers(jobs) if many else nullcontext() as pool:
-        kernels, every = _chosen(kernel, scope)
+        with seldom_collected():
+            kernels, every = _chosen(kernel, scope)
         followed = _followed(kernels, shared or ("all" if kernel else "protocols"))
         proof = prove(kernels, targets or TARGETS, jobs, fresh, pool, followed)
     reports = proof.reports
