@@ -162,9 +162,9 @@ def _read(g, I, cells, lines) -> bool:
         return False
     warp, pairs = g.warp[I].astype(np.int64), s.readers // 2
     for which, order in enumerate((slice(None), slice(None, None, -1))):
-        slot = (2 * (warp % pairs) + which)[order, None] * s.cells
+        slot = (2 * (warp % pairs) + which)[order, None]
         who = I[order][:, None]
-        s.reads.put(slot + cells[:, order], who, g.clocks.now(who), lines, False)
+        s.reads.put(cells[:, order] * s.readers + slot, who, g.clocks.now(who), lines, False)
     return True
 
 

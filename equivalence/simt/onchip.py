@@ -202,7 +202,8 @@ class _OnChip(Races):
             return False
         if not write:
             return True
-        actor, epoch = (x.reshape(s.readers, -1)[:, cells] for x in (s.reads.actor, s.reads.epoch))
+        shape = *cells.shape[:-1], -1
+        actor, epoch = (x.reshape(-1, s.readers)[cells].reshape(shape) for x in (s.reads.actor, s.reads.epoch))
         return know(who, actor, epoch, row)  # what a fence has put before the asynchronous proxy is known anyway
 
 

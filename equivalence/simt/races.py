@@ -61,7 +61,7 @@ class _Accesses:
 class Shadow:
     def __init__(self, size: int, readers: int):
         self.cells = size // CELL + 1
-        self.write, self.reads = _Accesses(self.cells), _Accesses(self.cells * readers)
+        self.write, self.reads = _Accesses(self.cells), _Accesses(self.cells * readers)  # those of a cell together
         self.readers = readers
         self.proxy, self.pending = np.zeros(self.cells, bool), np.zeros(self.cells, bool)
         self.barriers = np.zeros(self.cells, np.int32)  # PTX line of the mbarrier.init of a live mbarrier
@@ -249,9 +249,9 @@ class Races:
     def _note_read(self, g, s, I, cells, line, strong=False) -> None:
         warp, pairs = g.warp[I].astype(np.int64), s.readers // 2
         for which, order in enumerate((slice(None), slice(None, None, -1))):
-            slot = (2 * (warp % pairs) + which)[order, None] * s.cells
+            slot = (2 * (warp % pairs) + which)[order, None]
             who = I[order][:, None]
-            s.reads.put(slot + cells[order], g.base + who, g.clocks.now(who), line, strong)
+            s.reads.put(cells[order] * s.readers + slot, g.base + who, g.clocks.now(who), line, strong)
 
     def _quiet(self, g, s, I, cells, row: int, write: bool, together: bool = False) -> bool:
         """Whether it takes no more to see that nothing is wrong with these accesses."""
@@ -264,7 +264,7 @@ class Races:
         bad = self._unordered(g, I, w.actor[cells], w.epoch[cells]) & ~(strong & w.strong[cells])
         self._tell("write, then write", g, s, bad, w, cells, line, I)
         self._unfenced("write", g, s, I, cells, line, row, False, bad)
-        at = cells + np.arange(s.readers)[:, None, None] * s.cells
+        at = cells * s.readers + np.arange(s.readers)[:, None, None]
         late = self._unordered(g, I, s.reads.actor[at], s.reads.epoch[at]) & ~(strong & s.reads.strong[at])
         self._tell("read, then write", g, s, late, s.reads, at, line, I)
         if row and s is g.shadow:
@@ -318,7 +318,7 @@ class Races:
             if key not in self._known:
                 self._known.add(key)
                 name = self.machine.grids[int(owner)].name
-                where = self._where(g, s, int(at[index]) % s.cells * CELL)
+                where = self._where(g, s, int(at[index]) // (s.readers if accesses is s.reads else 1) * CELL)
                 text = f"{kind}, in one warp" if one else kind
                 self.reports.append(Race(text, (name, int(first)), (g.name, line), where))
 
