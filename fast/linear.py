@@ -31,7 +31,7 @@ SMEM = 232448  # bytes of shared memory a CTA may use on all targets
 REGISTERS = 65536  # of an SM
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # of tokens that share code: at most a third, and 8 of 24, do idle work
 FMA_TOKENS = 4  # above, FMA and the conversions to fp32 cost more than the weights' arrival
-WGMMA_TOKENS = 8  # up to here x is so small that mma.sync, which can divide its rows finer, loses nothing
+WGMMA_TOKENS = 2  # up to here fma is as fast or faster; at 4 and 8 wgmma won four of five measured shapes
 ALIGN = 8  # elements of 16 bytes
 GPCS = (16, 16, 16, 16, 16, 16, 18, 18)  # SMs of an H200's clusters of processors; a cluster of CTAs stays in one
 CLOCK = 1755.0  # cycles per microsecond
@@ -325,6 +325,8 @@ def linear_kernel(cfg: LinearConfig, M: int, N: int, K: int, x_stride: int, out_
     if rows > N:
         raise ValueError(f"linear: N = {N}; allowed for {cfg} are multiples of {ALIGN} from {rows} on")
     bf16, tokens = torch.bfloat16, bucket(M)
+    if isinstance(cfg, WgmmaConfig):
+        tokens = max(tokens, 8)  # as many as it multiplies at least
     any_m = None if isinstance(cfg, FmaConfig) else "T"
     args = (
         Arg("x", Role.ACTIVATION, bf16, (M, K), (x_stride, 1), rows=any_m),

@@ -2,7 +2,7 @@
 
 One H200, 2026-11-29 (M up to 8: kernels of commit 3826f06, before the proxy fence of bulk copies; from 16 on: of commit
 d778157) and 2026-11-30 (wgmma: of commit 75bdc6d; for 64 tokens, but for 2112 x 7168, of commit 4dbe023; for
-6288 x 7168 and 7168 x 1536 with weights fetched by whole lines). Each entry is
+6288 x 7168 and 7168 x 1536 with weights fetched by whole lines; for 4 and 8 tokens of commit 67efff8). Each entry is
 the fastest of a sweep; times are microseconds per call, medians of CUDA graph replays over weights rotated through at
 least eight copies and 240 MB, first ours, then torch.mm in the same run. Tokens without an entry take that of the next
 larger M, or an estimate. All entries as they stand, and with the fence, are timed in tools/bench/results/.
@@ -70,26 +70,35 @@ TUNED: dict[tuple[int, int], dict[int, FmaConfig | MmaConfig | DirectConfig]] = 
 # Where sm_90a's own form is faster still; the other targets stay with the table above.
 HOPPER: dict[tuple[int, int], dict[int, WgmmaConfig]] = {
     (6288, 7168): {
+        8: WgmmaConfig(3, 3, 4, 4, 4, 2),  # 23.37, 24.78
         16: WgmmaConfig(1, 3, 4, 4, 4, 2),  # 23.84, 24.37
         32: WgmmaConfig(3, 3, 4, 4, 4, 2),  # 24.30, 25.20
         64: WgmmaConfig(3, 3, 4, 4, 2, 4, 4),  # 25.32, 24.84
     },
     (2112, 7168): {
+        4: WgmmaConfig(1, 6, 8, 8, 2, 1),  # 8.57, 13.64
+        8: WgmmaConfig(1, 6, 8, 8, 2, 1),  # 8.62, 13.48
         16: WgmmaConfig(1, 6, 8, 8, 4, 2),  # 8.88, 12.65
         32: WgmmaConfig(1, 6, 8, 4, 4, 2),  # 9.87, 12.89
         64: WgmmaConfig(3, 8, 4, 2, 8, 4),  # 12.23, 13.23
     },
     (1536, 7168): {
+        4: WgmmaConfig(1, 7, 8, 8, 2, 1),  # 6.69, 10.40
+        8: WgmmaConfig(1, 7, 8, 8, 2, 1),  # 6.73, 10.31
         16: WgmmaConfig(1, 8, 8, 8, 4, 2),  # 7.05, 9.62
         32: WgmmaConfig(1, 7, 8, 4, 4, 2),  # 7.90, 9.83
         64: WgmmaConfig(2, 8, 4, 4, 4, 8, 4),  # 9.20, 10.23
     },
     (7168, 1536): {
+        4: WgmmaConfig(1, 2, 8, 8, 3, 2),  # 6.36, 8.41
+        8: WgmmaConfig(1, 2, 8, 8, 3, 2),  # 6.44, 8.48
         16: WgmmaConfig(1, 3, 4, 4, 4, 2),  # 6.67, 7.76
         32: WgmmaConfig(3, 3, 4, 4, 4, 2),  # 7.54, 7.88
         64: WgmmaConfig(3, 3, 4, 4, 4, 4, 2),  # 8.68, 8.95
     },
     (2304, 1536): {
+        4: WgmmaConfig(1, 6, 8, 8, 1, 1),  # 3.05, 5.46
+        8: WgmmaConfig(1, 6, 8, 8, 1, 1),  # 3.11, 5.49
         16: WgmmaConfig(1, 4, 8, 8, 2, 2),  # 3.64, 5.09
         32: WgmmaConfig(1, 6, 8, 4, 2, 2),  # 4.13, 5.15
         64: WgmmaConfig(1, 3, 8, 8, 2, 4, 4),  # 4.78, 5.30

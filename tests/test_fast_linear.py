@@ -27,6 +27,7 @@ FORMS = {  # configurations that together take every path: ring reused, odd frag
     "split-bulk": (17, 56, 960, MmaConfig(32, 3, 1, 2, 192, 1, 2, True)),
     "split-async": (24, 96, 240, MmaConfig(48, 5, 3, 1, 48, 1, 3, False)),
     "wgmma": (20, 72, 512, WgmmaConfig(1, 1, 4, 2, 3, 2)),
+    "wgmma-few": (5, 136, 1024, WgmmaConfig(1, 3, 2, 2, 2, 2)),
     "wgmma-team": (40, 64, 768, WgmmaConfig(1, 2, 4, 4, 2, 4, 2)),
     "wgmma-split": (33, 136, 1024, WgmmaConfig(2, 3, 2, 2, 2, 1)),
 }
