@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -165,7 +165,10 @@ def _checked(builds: Sequence, on_chip: Collection | None) -> list[Report]:
 
     keys = list(map(key, builds))
     unique = dict(zip(keys, builds, strict=True))
-    texts = _disassembled(unique)
+    texts: dict[tuple, str] = {}
+    for target in dict.fromkeys(b.target for b in builds):
+        some = {k: b for k, b in unique.items() if b.target == target}
+        texts |= zip(some, cubin.disassemble([(b.cubin, b.symbol) for b in some.values()], target), strict=True)
     reports: dict[tuple, Report] = {}
     views: dict = {}
     for k, build in unique.items():
@@ -173,17 +176,6 @@ def _checked(builds: Sequence, on_chip: Collection | None) -> list[Report]:
             views.pop(next(iter(views)))
         reports[k] = _report(build, *_views(build, texts[k], views, k[1]), k[-1])
     return [_renamed(reports[k], build.kernel.name) for k, build in zip(keys, builds, strict=True)]
-
-
-def _disassembled(builds: dict[tuple, object]) -> dict[tuple, str]:
-    """The SASS of each, all targets at once."""
-    by_target: dict[str, dict] = {}
-    for key, build in builds.items():
-        by_target.setdefault(build.target, {})[key] = build.cubin, build.symbol
-    with ThreadPoolExecutor(len(by_target) or 1) as pool:
-        made = pool.map(lambda target: cubin.disassemble(list(by_target[target].values()), target), by_target)
-        pairs = zip(by_target.values(), made, strict=True)
-        return {key: text for some, texts in pairs for key, text in zip(some, texts, strict=True)}
 
 
 def _renamed(report: Report, kernel: str) -> Report:
@@ -231,7 +223,11 @@ def prove(
     """
     kernels, targets = list(kernels), tuple(targets)
     codes = on_chip if on_chip is None else {kernel.code for kernel in on_chip}
-    first = {kernel.code: kernel for kernel in reversed(kernels)}
+    first: dict[object, object] = {}  # with the most CTAs: shared memory is followed in the first and last cluster
+    for kernel in kernels:
+        known = first.setdefault(kernel.code, kernel)
+        if prod(kernel.grid) > prod(known.grid):
+            first[kernel.code] = kernel
     shares = [list(first.values())[n::jobs] for n in range(min(jobs, len(first)))]
     with workers(len(shares)) if pool is None else nullcontext(pool) as others:
         theirs = [others.submit(_share, share, targets, fresh, codes) for share in shares[1:]]
