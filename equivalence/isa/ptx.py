@@ -20,7 +20,7 @@ _PIECE = re.compile(
     r"|(?P<label>[\w$]+):(?!:)|(?P<inst>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
 )
 _NAME = re.compile(r"(?<![\w$.%])[%$A-Za-z_][\w$]*")
-_NAMES = re.compile(f"({_NAME.pattern})")
+NAMES = re.compile(f"({_NAME.pattern})")
 _GUARD = re.compile(r"@(!?)([%\w$]+)\s+")
 _FLOAT = re.compile(r"(?:b?f16(?:x2)?|tf32|f32(?:x2)?|f64|e\dm\d(?:x\d)?)$")
 _NO_RESULT = {"bar", "barrier", "bra", "brx", "nanosleep", "call"}  # with a register first that is only read
@@ -98,11 +98,8 @@ class Reader:
             self.insts.append(self.instruction(text, line))
 
     def instruction(self, text: str, line: int) -> Inst:
-        guard, body = "", text
-        if m := _GUARD.match(text):
-            guard, body = m[0], text[m.end() :]
-        op, _, rest = body.partition(" ")
-        pieces, registers, known = _NAMES.split(guard + rest), [], self.scopes[-1].known
+        guard, op, rest = parted(text)
+        pieces, registers, known = NAMES.split(guard + rest), [], self.scopes[-1].known
         for i in range(1, len(pieces), 2):
             name = pieces[i]
             if name not in known:
@@ -112,10 +109,23 @@ class Reader:
                 if found.__class__ is str:
                     registers.append(found)
                     pieces[i] = None
-        inst = _form(op, bool(guard), tuple(pieces)).fill(registers, line, text, self.source)
+        inst = form(op, bool(guard), tuple(pieces)).fill(registers, line, text, self.source)
+        self.jump(inst, op, rest)
+        return inst
+
+    def jump(self, inst: Inst, op: str, rest: str) -> None:
+        """If it is one, its label is to be found once all are known. rest: the operands."""
         if _parts(op)[0] in ("bra", "brx"):
             self.jumps.append((inst, split(rest)[-1], [s.suffix for s in self.scopes]))
-        return inst
+
+
+def parted(text: str) -> tuple[str, str, str]:
+    """An instruction's guard with the blanks behind it, its name and its operands."""
+    guard, body = "", text
+    if m := _GUARD.match(text):
+        guard, body = m[0], text[m.end() :]
+    op, _, rest = body.partition(" ")
+    return guard, op, rest
 
 
 class _Names:
@@ -133,7 +143,7 @@ class _Names:
 
 
 @lru_cache(1 << 15)
-def _form(op: str, guarded: bool, pieces: tuple) -> Form:
+def form(op: str, guarded: bool, pieces: tuple) -> Form:
     """pieces: the guard and the operands; every second one a name: a value, None for a register, or text."""
     known, stand_ins, texts = {}, {}, list(pieces)
     for i in range(1, len(pieces), 2):

@@ -6,11 +6,13 @@ and shared variables.
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 
 from equivalence.isa import ptx
-from equivalence.isa.program import Inst, Unreadable
+from equivalence.isa.program import Unreadable
 
-_NAME = re.compile(r"(?<![\w$.%])[%$A-Za-z_][\w$]*")
+from .forms import Form, form
+
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bsuf])(\d+)\s+([\w$]+)\s*(?:\[(\d+)\])?")
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.[bsuf](\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?\s*;")
 RESERVED = 1024  # bytes at the start of a CTA's shared memory that belong to the system (compute capability 9 and up)
@@ -38,6 +40,23 @@ class Statement:
         return Unsupported(f"PTX line {self.line}: {self.op} {', '.join(self.operands)}: {why}")
 
 
+@dataclass(slots=True)
+class Line:
+    """One instruction as its form and its registers, by their unique names. at: PTX line. targets: labels it may jump
+    to; target: index of the instruction there."""
+
+    at: int
+    text: str
+    form: Form
+    registers: tuple[str, ...]
+    targets: tuple[str, ...] = ()
+    target: int | None = None
+
+    def statement(self) -> Statement:
+        operands, guard = self.form.named(self.registers)
+        return Statement(self.at, self.form.op, operands, guard, self.target)
+
+
 @dataclass
 class Listing:
     """One kernel. registers: name -> type as declared. params: name -> byte offset. shared: name -> byte address.
@@ -47,7 +66,7 @@ class Listing:
 
     symbol: str
     target: str
-    statements: list[Statement]
+    lines: list[Line]
     registers: dict[str, str]
     params: dict[str, int]
     shared: dict[str, int]
@@ -57,15 +76,26 @@ class Listing:
 
 
 class _Reader(ptx.Reader):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.operand_texts: list[tuple[str, ...]] = []
+    """places: address and byte offset by the names of shared variables and parameters, where it is one."""
 
-    def instruction(self, text: str, line: int) -> Inst:
-        inst = super().instruction(text, line)
-        body = re.sub(r"^@!?\S+\s+", "", text).partition(" ")[2]
-        renamed = _NAME.sub(lambda m: r if isinstance(r := self.operand(m[0]), str) else m[0], body)
-        self.operand_texts.append(tuple(ptx.split(renamed)))
+    def __init__(self, places: dict[str, tuple[int | None, int | None]], *arguments):
+        super().__init__(*arguments)
+        self.places = places
+
+    def instruction(self, text: str, line: int) -> Line:
+        guard, op, rest = ptx.parted(text)
+        pieces, numbers, known, places = ptx.NAMES.split(guard + rest), {}, self.scopes[-1].known, ()
+        for i in range(1, len(pieces), 2):
+            name = pieces[i]
+            if name not in known:
+                known[name] = self.operand(name)
+            if (found := known[name]).__class__ is str:
+                pieces[i] = numbers.setdefault(found, len(numbers))
+            elif name in self.places:
+                places += ((name, *self.places[name]),)
+        made = form(op, bool(guard), tuple(pieces), tuple([self.types[n] for n in numbers]), places)
+        inst = Line(line, text, made, tuple(numbers))
+        self.jump(inst, op, rest)
         return inst
 
 
@@ -75,25 +105,25 @@ def read(text: str, symbol: str | None = None) -> Listing:
     if symbol is None and len(symbols) != 1:
         raise Unreadable(f"the PTX has {len(symbols)} entries; allowed is 1 unless a symbol is named")
     symbol = symbol or symbols[0]
-    reader = ptx.scan(text, symbol, _Reader)
     head = text[: re.search(rf"\.entry\s+{re.escape(symbol)}\s*\(", text).end()]
     after = text[len(head) :]
     params, shared, dynamic = _params(after[: after.index(")")]), *_shared(text)
-    statements, labels = [], set()
-    for inst, operands in zip(reader.insts, reader.operand_texts, strict=True):
-        if len(inst.targets) > 1:
-            raise Unsupported(f"PTX line {inst.at}: {inst.text}: jumps through a table are not executed")
-        for label in inst.targets:
+    places = {name: (shared.get(name), params.get(name)) for name in shared | params}
+    reader = ptx.scan(text, symbol, partial(_Reader, places))
+    labels = set()
+    for line in reader.insts:
+        if len(line.targets) > 1:
+            raise Unsupported(f"PTX line {line.at}: {line.text}: jumps through a table are not executed")
+        for label in line.targets:
             if label not in reader.labels:
-                raise Unreadable(f"PTX line {inst.at}: {inst.text!r} jumps to {label}, which is not in this function")
-        target = next((reader.labels[label] for label in inst.targets), None)
-        labels |= {target} - {None}
-        statements.append(Statement(inst.at, inst.op, operands, inst.guard, target))
+                raise Unreadable(f"PTX line {line.at}: {line.text!r} jumps to {label}, which is not in this function")
+            line.target = reader.labels[label]
+            labels.add(line.target)
     m = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", after)
     block = tuple(int(n or 1) for n in m.groups()) if m else None
     target = re.search(r"\.target\s+(\w+)", text)
     return Listing(
-        symbol, target[1] if target else "", statements, reader.types, params, shared, dynamic, block, labels
+        symbol, target[1] if target else "", reader.insts, reader.types, params, shared, dynamic, block, labels
     )
 
 

@@ -5,10 +5,13 @@ two halves of programmatic dependent launch. Whatever is not known here is an Un
 """
 
 import re
+from collections.abc import Sequence
+from functools import cache
 
+from .forms import Form
 from .ir import Address, Block, Code, Const, Op, Read, Reg, Shared, Source, Special
 from .opcodes import PURE, bits
-from .parse import Listing, Statement, Unsupported
+from .parse import Line, Listing, Statement, Unsupported
 from .translate_async import SCOPES, Asynchronous
 
 SPECIALS = {
@@ -28,9 +31,9 @@ ENDS = {"jump", "exit", "bar", "warp_sync", "cluster_wait", "mbar_wait", "cp_wai
 def translate(listing: Listing) -> Code:
     """Raises Unsupported, naming the instruction and its PTX line."""
     work = _Translator(listing)
-    made = [work.statement(s) for s in listing.statements]
+    made = [work.line(line) for line in listing.lines]
     last = len(made)
-    ends = {i for i, ops in enumerate(made) if any(op.kind in ENDS for op in ops)}
+    ends = {i for i, line in enumerate(listing.lines) if line.form.ends}
     starts = sorted(i for i in {0, *listing.labels, *(i + 1 for i in ends)} if i < last)
     number = {start: n for n, start in enumerate(starts)}
     blocks = []
@@ -45,11 +48,71 @@ def translate(listing: Listing) -> Code:
     return Code(listing, tuple(work.registers.values()), tuple(blocks))
 
 
+@cache
+def register(name: str, kind: str) -> Reg:
+    """name: unique in its function. kind: as declared, "b32" or "pred"."""
+    return Reg(re.sub(r"\W", "_", name.replace("%", "r_")), 1 if kind == "pred" else int(kind[1:]))
+
+
+class Made:
+    """One operation of a form, which `fill` makes for the registers of a statement."""
+
+    def __init__(self, op: Op, stand_ins: Sequence[Reg]):
+        self.like, self.number = op, {r: i for i, r in enumerate(stand_ins)}
+        self.guard = op.guard and (self.number[op.guard[0]], op.guard[1])
+        self.out = [None if r is None else self.number[r] for r in op.out]
+        self.args = [(self.number.get(a.source), a) for a in op.args]
+        self.computed = any(i is not None for i, _ in self.args)
+        self.at = self._base(op.at)
+        self.places = [(k, i) for k, v in op.more.items() if isinstance(v, Address) if (i := self._base(v)) is not None]
+
+    def _base(self, at: Address | None) -> int | None:
+        return None if at is None else self.number.get(at.base)
+
+    def fill(self, registers: Sequence[Reg], line: int, text: str) -> Op:
+        like, guard, args, at, more = self.like, self.guard, self.like.args, self.like.at, dict(self.like.more)
+        if self.computed:
+            args = tuple([a if i is None else Read(registers[i], a.type) for i, a in self.args])
+        if self.at is not None:
+            at = Address(registers[self.at], at.offset)
+        for name, i in self.places:
+            more[name] = Address(registers[i], more[name].offset)
+        return Op(
+            like.kind, line, text, guard and (registers[guard[0]], guard[1]),
+            tuple([None if i is None else registers[i] for i in self.out]), like.result, args, at, more,
+        )  # fmt: skip
+
+
+def _make(form: Form, line: Line) -> None:
+    """Translate a form, once."""
+    form.tried = True
+    operands, guard = form.operands, form.guard
+    listing = Listing("", "", [], form.registers, form.parameters, form.variables, 0, None)
+    work = _Translator(listing)
+    try:
+        ops = work.statement(Statement(line.at, form.op, operands, guard, line.target))
+    except Unsupported:
+        return
+    form.ends, form.jumps = any(op.kind in ENDS for op in ops), any(op.kind == "jump" for op in ops)
+    form.made = [Made(op, list(work.registers.values())) for op in ops]
+
+
 class _Translator(Asynchronous):
     def __init__(self, listing: Listing):
         self.listing = listing
-        widths = {n: 1 if t == "pred" else int(t[1:]) for n, t in listing.registers.items()}
-        self.registers = {n: Reg(re.sub(r"\W", "_", n.replace("%", "r_")), w) for n, w in widths.items()}
+        self.registers = {name: register(name, kind) for name, kind in listing.registers.items()}
+
+    def line(self, line: Line) -> list[Op]:
+        form = line.form
+        if not form.tried:
+            _make(form, line)
+        if form.made is None:
+            return self.statement(line.statement())  # which tells why it cannot be translated
+        registers, text = [self.registers[name] for name in line.registers], form.text(line.registers)
+        made = [one.fill(registers, line.at, text) for one in form.made]
+        if form.jumps:
+            made[0].more["target"] = line.target
+        return made
 
     def statement(self, s: Statement) -> list[Op]:
         base = s.parts[0]
