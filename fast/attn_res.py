@@ -379,13 +379,19 @@ def make_kernel(tensors: dict[str, Tensor], nb: int, write: int, cfg: Config) ->
 
 def attn_res_cases(model: Model = k3, batches=(1,)) -> list[tuple[dict[str, Tensor], dict[str, int]]]:
     """Every distinct call of a decode step, as (meta tensors, attrs). Of k3, 1, 32 and 64 tokens differ in cluster."""
-    made, calls = plan(model, 1), {}  # whose tokens are the first axis of each buffer, and change nothing else
-    for step in made.steps:
-        if step.stage in (PRE, POST, FINAL):
-            shapes = {n: made.buffers[r.name][0] if r.space == "act" else None for n, r in step.bind.items()}
-            calls.setdefault((*sorted(shapes), *step.attrs.items()), (shapes, step.attrs))
     cases = []
-    for tokens, (shapes, attrs) in product(batches, calls.values()):
-        full = {n: (tokens, *s[1:]) if s else (model.hidden,) for n, s in shapes.items()}
+    for tokens, (shapes, attrs) in product(batches, _calls(model)):
+        full = {n: (tokens, *s) for n, s in shapes.items()} | {n: s for n, s in shapes.items() if n.startswith("w_")}
         cases.append(({n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in full.items()}, dict(attrs)))
     return cases
+
+
+@cache
+def _calls(model: Model) -> list[tuple[dict[str, tuple[int, ...]], dict[str, int]]]:
+    """(shapes without the tokens, attributes) of the calls that differ. The number of tokens changes nothing else."""
+    made, calls, weight = plan(model, 1), {}, (model.hidden,)
+    for step in made.steps:
+        if step.stage.name.startswith("attn_res."):
+            shapes = {n: made.buffers[r.name][0][1:] if r.space == "act" else weight for n, r in step.bind.items()}
+            calls.setdefault((*sorted(shapes), *step.attrs.items()), (shapes, step.attrs))
+    return list(calls.values())

@@ -106,7 +106,8 @@ def why_not_mma(cfg: MmaConfig, M: int, N: int, K: int) -> str | None:
         return "shared memory does not fit"
     if cfg.fragments(M) > 24:
         return "more than 96 accumulators per lane"
-    if cfg.tiles(N) > sum(sms * residents_mma(cfg, M) // cfg.splits for sms in GPCS):
+    there = residents_mma(cfg, M)
+    if cfg.tiles(N) > sum(sms * there // cfg.splits for sms in GPCS):
         return "more than one wave"
     if cfg.tiles(N) * cfg.splits < 0.7 * SMS and (cfg.rows > 16 or cfg.splits > 1):
         return "SMs idle"
@@ -135,7 +136,8 @@ def why_not_wgmma(cfg: WgmmaConfig, M: int, N: int, K: int) -> str | None:
         return "more than 64 registers of x"
     if registers_wgmma(cfg, M) > min(248, REGISTERS // (-(-cfg.threads // 128) * 128) // 8 * 8):
         return "registers of a CTA do not fit"
-    if cfg.tiles(N) > 0.96 * sum(sms * residents_wgmma(cfg, M) // cfg.splits for sms in GPCS):
+    there = residents_wgmma(cfg, M)
+    if cfg.tiles(N) > 0.96 * sum(sms * there // cfg.splits for sms in GPCS):
         return "more than one wave"  # as measured: grids that need every place, or all but one of 34, took two
     if cfg.tiles(N) * cfg.splits < 0.5 * SMS and cfg.splits < min(8, blocks):
         return "SMs idle"
@@ -153,6 +155,7 @@ def residents_wgmma(cfg: WgmmaConfig, M: int) -> int:
     return min((SMEM + 1024) // (cfg.smem(M) + 1024), REGISTERS // registers, 2048 // cfg.threads)
 
 
+@cache  # one for all N
 def wgmma_config(M: int, K: int, groups: int, splits: int, depth: int, producers: int, team: int) -> WgmmaConfig:
     """Stages as wide as a producer's registers allow; two for each team, as far as there are as many."""
     share, teams = -(-M // 8 // team), producers // team
@@ -161,6 +164,7 @@ def wgmma_config(M: int, K: int, groups: int, splits: int, depth: int, producers
     return WgmmaConfig(groups, splits, depth, width, min(2 * teams, most), team * min(teams, most), team)
 
 
+@cache
 def mma_config(M: int, K: int, rows: int, splits: int, ring: int, most: int, producers: int, bulk: bool) -> MmaConfig:
     """Fill a ring of `ring` bytes; warps_n leaves a warp at most `most` fragments, warps_k fills up to eight warps."""
     tiles, tokens = rows // 16, -(-M // 8)

@@ -7,7 +7,7 @@ import pytest
 from equivalence.order import chain
 from equivalence.order.chain import Launch, check_chain
 from equivalence.order.check import Report, Seen
-from fast import production_kernels
+from fast import apart, production_kernels
 from reference.config import k3_rank, mini
 from reference.plan import plan
 from reference.stage import ContractError, Role
@@ -76,6 +76,44 @@ def test_a_broken_chain_is_a_disagreement():
     assert Result([report], broken).as_dict()["chains"][0]["rule"] == "R12"
 
 
+def report(kernel, target: str = "sm_103a", **kw) -> Report:
+    """What the checker would say of a kernel that reads its weights early and waits, or does not."""
+    seen = tuple(Seen("", "store" if a.role is Role.OUTPUT else "load", a.name, a.role is Role.WEIGHT, ())
+                 for a in kernel.args)  # fmt: skip
+    return Report(kernel.name, target, (), seen, **dict(waits=True, patient=False) | kw)
+
+
+def test_steps_that_are_followed_once_stand_for_no_others():
+    """Of three batch sizes and two targets one kernel of one of them does not wait: it is found, and nothing else."""
+    batches, targets = (1, 2, 5), ("sm_100a", "sm_103a")
+    kernels = [(k, t) for k in production_kernels(batches) for t in targets if t in k.archs]
+    clean = [report(k, t) for k, t in kernels]
+    assert chain.check_steps(batches, targets, clean) == (24, [])
+    for batch, target in ((1, "sm_100a"), (5, "sm_103a")):
+        name = next(k.name for k, _ in kernels if k.name.startswith(f"attn_res-t{batch}-d192-b4-nb1-add-norm-c"))
+        broken = [replace(r, waits=False) if (r.kernel, r.target) == (name, target) else r for r in clean]
+        _, found = chain.check_steps(batches, targets, broken)
+        assert found and {f.target for f in found} == {target} and name in {f.kernel for f in found}
+    with pytest.raises(KeyError):
+        chain.check_steps(batches, targets, clean[:-1])
+
+
+def test_the_number_of_tokens_changes_rows_alone():
+    """So that one batch size can stand for others that run the same code (fast.apart)."""
+    for config in (mini, k3_rank(8)):
+        steps = [[(s.stage.name, s.layer, s.bind, s.attrs) for s in plan(config, T).steps] for T in (1, 7, 64)]
+        assert steps[0] == steps[1] == steps[2]
+        few, many = plan(config, 3).buffers, plan(config, 48).buffers
+        assert few.keys() == many.keys()
+        assert all((few[n][0][1:], few[n][1]) == (many[n][0][1:], many[n][1]) for n in few)
+
+
+def test_of_batch_sizes_with_the_same_code_one_is_apart():
+    codes = {T: {k.code for k in production_kernels((T,))} for T in (1, 5, 6, 9)}
+    assert apart((1, 5, 6, 9)) == [1, 5, 9] and codes[5] == codes[6] and codes[1] != codes[5] != codes[9]
+    assert {k.code for k in production_kernels()} == {k.code for k in production_kernels(apart())}
+
+
 @pytest.mark.parametrize("config", [mini, k3_rank(8)], ids=lambda c: c.name)
 def test_the_steps_of_models(config):
     """Every kernel of a step is among those that are proved; the chain is clean unless one of them does not wait."""
@@ -83,12 +121,6 @@ def test_the_steps_of_models(config):
     units = chain.units(made, "sm_103a")
     kernels = {k.name: k for u in units for k in chain.kernels(made, u, "sm_103a")}
     assert set(kernels) <= {k.name for k in production_kernels((4,))} and len(kernels) > 15
-
-    def report(kernel, **kw):
-        early = {Role.WEIGHT: True}
-        seen = tuple(Seen("", "store" if a.role is Role.OUTPUT else "load", a.name, early.get(a.role, False), ())
-                     for a in kernel.args)  # fmt: skip
-        return Report(kernel.name, "sm_103a", (), seen, **dict(waits=True, patient=False) | kw)
 
     reports = {name: report(kernel) for name, kernel in kernels.items()}
     steps = chain.launches(made, "sm_103a", reports)

@@ -130,17 +130,12 @@ def order(
     schedules: int = typer.Option(240, min=1, help="With --score: runs of the clean kernels."),
     toolchain: list[str] = typer.Option([], help="Prove with the CuTe DSL in this folder, too; repeatable."),
     fresh: bool = typer.Option(False, "--fresh", help="Compile all kernels now, without the cache of builds."),
-    shared: str = typer.Option(
-        "", help="Follow shared memory in: protocols, one kernel of each (default; with --kernel: all); forms; all."
-    ),
     json: str = JSON,
 ):  # fmt: skip
     """Prove for every kernel and target that no load or store is reachable before the wait it depends on. No GPU."""
     with one_line(json):
         if fresh and (score or toolchain):
             raise ValueError("--fresh goes with neither --score nor --toolchain; allowed is K3_CACHE=off")
-        if shared and (score or toolchain):
-            raise ValueError("--shared goes with neither --score nor --toolchain, which follow it in all they prove")
     if score or toolchain:
         from . import score as command
 
@@ -148,7 +143,7 @@ def order(
     with one_line(json):
         from . import order as command
 
-        result = command.run(kernel, target, scope, fresh, shared)
+        result = command.run(kernel, target, scope, fresh)
         write_json(result.as_dict(), json)
     raise typer.Exit(result.exit_code)
 

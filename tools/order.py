@@ -1,13 +1,16 @@
 """`k3 order`: the static order proof over the kernels of fast/."""
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from multiprocessing import get_context
 
 from .common import DISAGREEMENT, EQUAL, UNJUDGED, console, out
 
 SCOPES = ("forms", "batch1", "all")
-SHARED = ("protocols", "forms", "all")
 JOBS = 16  # processes; with more, their start costs more than they save
 
 
@@ -28,35 +31,35 @@ class Result:
         return dict(verdict=self.exit_code, reports=[r.as_dict() for r in self.reports], chains=chains)
 
 
-def run(kernel: str, targets: list[str], scope: str, fresh: bool = False, shared: str = "") -> Result:
+def run(kernel: str, targets: list[str], scope: str, fresh: bool = False) -> Result:
     """Compile and check; prints one line per finding and a summary.
 
     scope: "forms" (one kernel of each form), "batch1" (also every kernel of a single request) or "all" (every batch
-    size of `fast.BATCHES`). The last two also follow the chain of kernels through whole steps. kernel: part of the
-    names wanted; a part has no chains. fresh: compile everything now, whatever the cache of builds holds. Otherwise the
-    cache is used, here alone: call this from no process that has patched fast/. shared: whose shared memory is followed
-    (R14): one kernel of each protocol, one of each form, or all; all of a part, if not said.
+    size from 1 to 64). The last two also follow the chain of kernels through whole steps; of batch sizes that run the
+    same code through one. kernel: part of the names wanted; a part has no chains. fresh: compile everything now,
+    whatever the cache of builds holds. Otherwise the cache is used, here alone: call this from no process that has
+    patched fast/.
     """
+    if scope not in SCOPES:
+        raise ValueError(f"scope {scope!r}: allowed are {', '.join(SCOPES)}")
+    jobs, many = min(os.cpu_count() or 1, JOBS), scope != "forms" and not kernel
+    # Where it is worth it, the other processes start while this one imports and picks the kernels.
+    with console.status("proving kernels"), _workers(jobs - 1) if many and jobs > 1 else nullcontext() as pool:
+        return _proved(kernel, targets, scope, fresh, jobs, pool)
+
+
+def _proved(kernel: str, targets: list[str], scope: str, fresh: bool, jobs: int, pool) -> Result:
     from equivalence.order.chain import check_steps
-    from equivalence.order.check import TARGETS, prove, workers
+    from equivalence.order.check import TARGETS, prove
     from equivalence.order.collector import seldom_collected
-    from fast import BATCHES
+    from fast import BATCHES, apart
 
     unknown = [t for t in targets if t not in TARGETS]
     if unknown:
         raise ValueError(f"target {unknown[0]!r}: allowed are {', '.join(TARGETS)}")
-    if scope not in SCOPES:
-        raise ValueError(f"scope {scope!r}: allowed are {', '.join(SCOPES)}")
-    if shared and shared not in SHARED:
-        raise ValueError(f"shared {shared!r}: allowed are {', '.join(SHARED)}")
-    many = scope != "forms" and not kernel
-    jobs = min(os.cpu_count() or 1, JOBS)
-    # Where it is worth it, the other processes start while this one picks the kernels.
-    with console.status("proving kernels"), workers(jobs) if many else nullcontext() as pool:
-        with seldom_collected():
-            kernels, every = _chosen(kernel, scope)
-        followed = _followed(kernels, shared or ("all" if kernel else "protocols"))
-        proof = prove(kernels, targets or TARGETS, jobs, fresh, pool, followed)
+    with seldom_collected():
+        kernels, every = _chosen(kernel, scope)
+    proof = prove(kernels, targets or TARGETS, jobs, fresh, pool)
     reports = proof.reports
     for report in reports:
         if report.findings:
@@ -65,19 +68,26 @@ def run(kernel: str, targets: list[str], scope: str, fresh: bool = False, shared
     about = f"{len(kernels)} of {every} kernels with {codes} codes x {len(targets or TARGETS)} targets"
     made = f"{proof.compiled} compiled now, {proof.kept} from the cache of builds"
     out.print(f"order: {proved} of {len(reports)} proved ({about}; {made})")
-    out.print(f"shared memory: followed in {len({k.code for k in followed})} of {codes} codes")
-    if not many:
+    if scope == "forms" or kernel:
         return Result(reports)
-    steps, chains = check_steps((1,) if scope == "batch1" else BATCHES, targets or TARGETS, reports)
-    out.print("\n".join([*map(str, chains), f"chains: {len(chains)} findings in {steps} decode steps"]), markup=False)
+    batches = (1,) if scope == "batch1" else BATCHES
+    steps, chains = check_steps(apart(batches), targets or TARGETS, reports)
+    told = f"chains: {len(chains)} findings in {steps} decode steps, one for all batch sizes that run the same code"
+    out.print("\n".join([*map(str, chains), told]), markup=False)
     return Result(reports, chains)
 
 
-def _followed(kernels: list, shared: str) -> list:
-    from equivalence.order.shared import protocols
-    from fast import forms
+@contextmanager
+def _workers(count: int) -> Iterator[Executor]:
+    """Processes that start at once, and import what a proof needs."""
+    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
+        for _ in range(count):
+            pool.submit(_ready)
+        yield pool
 
-    return {"protocols": protocols, "forms": forms, "all": list}[shared](kernels)
+
+def _ready() -> None:
+    import_module("equivalence.order.check")
 
 
 def _chosen(kernel: str, scope: str) -> tuple[list, int]:

@@ -61,8 +61,7 @@ What it cannot see.
 - Of R14, which is a run of all threads of one cluster on unknown data: SASS; clusters but the first and the last;
   conditions on data about barriers that fall differently in lanes of one CTA, or that a loop meets again, and flags in
   shared memory (all unproven); a phase that can pass twice before a slow thread looks; more unordered reads of a place
-  than the detector keeps; values, so that two lanes of a warp that store at one place at once are not seen. It holds
-  for the kernels that it was asked about (`Report.on_chip`).
+  than the detector keeps; values, so that two lanes of a warp that store at one place at once are not seen.
 - Other kernels than those of a decode step as `reference.plan` lists them; stages of the law count as one kernel each.
 - A relaxed counter used as a work queue, without data behind it, is a false alarm of R9.
 """

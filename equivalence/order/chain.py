@@ -13,7 +13,6 @@ Tensors meet by their buffer, weight or state; columns of one buffer are not tol
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 
 import torch
 
@@ -213,6 +212,7 @@ def _launch(key: str, kernel: Kernel, cells: dict[str, Cell], report: Report, ow
 def check_steps(batches: Sequence[int], targets: Sequence[str], reports: Iterable[Report]) -> tuple[int, list[Finding]]:
     """R12 over a decode step of every model whose kernels `fast.production_kernels` lists: steps checked, findings.
 
+    Steps of one model that are bound and served alike, and whose kernels access and wait alike, are followed once.
     reports: of all their kernels on these targets. Raises KeyError for one missing.
     """
     by_target = {t: {} for t in targets}
@@ -221,6 +221,51 @@ def check_steps(batches: Sequence[int], targets: Sequence[str], reports: Iterabl
     found: list[Finding] = []
     models = (k3_rank(8), k3_rank(16), mini, deep)
     with seldom_collected():
-        for config, batch, target in product(models, batches, targets):
-            found += check_chain(launches(plan(config, batch), target, by_target[target]), target)
+        for config in models:
+            found += _check_model([plan(config, batch) for batch in batches], by_target)
     return len(models) * len(batches) * len(targets), list(dict.fromkeys(found))
+
+
+def _check_model(steps: Sequence[Plan], reports: dict[str, dict[str, Report]]) -> Iterator[Finding]:
+    """The findings over plans of one model; reports by target and kernel."""
+    clean, served = [], {}
+    for step in steps:
+        bound = [(part.stage.name, part.layer, part.bind, part.attrs) for part in step.steps]
+        for target, mine in reports.items():
+            fit = tuple(_OnTarget(fast.twin, target).unfit(step, None) for fast in twins().values())
+            if (target, fit) not in served:  # the first plan is divided, and so are all that are bound like it
+                served[target, fit] = bound, _kinds(step, target)
+            first, kinds = served[target, fit]
+            told = bound, _facts(step, kinds, target, mine)
+            if bound != first or told not in clean:
+                found = check_chain(launches(step, target, mine), target)
+                yield from found
+                if bound == first and not found:
+                    clean.append(told)
+
+
+def _kinds(step: Plan, target: str) -> list[tuple]:
+    """(implementation, number of the first part, of parts) of each unit, those without kernels of their own once."""
+    first, seen, out, bound = 0, set(), [], _bound(step)
+    for unit in units(step, target):
+        size = len(unit.steps)
+        kind = unit.implementation and unit.implementation.name, *(p.kind for p in bound[first : first + size])
+        if kind not in seen:
+            seen.add(kind)
+            out.append((unit.implementation, first, size))
+        first += size
+    return out
+
+
+def _facts(step: Plan, kinds: Sequence[tuple], target: str, reports: dict[str, Report]) -> list[tuple]:
+    """All that the chain of a step depends on beside what its parts are bound to."""
+    out, numbers = [], {}  # kernels of one name share their scratch
+    for implementation, first, size in kinds:
+        made = kernels(step, Unit(step.steps[first : first + size], implementation), target)
+        told = [
+            (k.pdl, reports[k.name].waits, reports[k.name].patient, accessed(k, reports[k.name]),
+             [(a.name, numbers.setdefault(k.name, len(numbers))) for a in k.args if a.role is Role.SCRATCH])
+            for k in made
+        ]  # fmt: skip
+        out.append((implementation and implementation.name, first, size, told))
+    return out

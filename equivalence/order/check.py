@@ -2,10 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from math import prod
 from multiprocessing import get_context
 
@@ -40,7 +41,7 @@ class Report:
 
     Findings of severity "quality" (a lost prefetch) cost time, not correctness, and leave the verdict alone.
     accesses: what the verdict rests on, PTX then SASS, in program order. waits: every thread waits on every path.
-    patient: no thread triggers the next kernel before it has waited. on_chip: shared memory was followed (R14).
+    patient: no thread triggers the next kernel before it has waited.
     """
 
     kernel: str
@@ -49,7 +50,6 @@ class Report:
     accesses: tuple[Seen, ...]
     waits: bool
     patient: bool
-    on_chip: bool = True
 
     @property
     def verdict(self) -> str:
@@ -104,14 +104,14 @@ def _placed(line: str) -> tuple[str, str]:
     return before.rstrip("0123456789abcdef"), _JUMPS.sub("", after)
 
 
-def _report(build, ptx_view: View, sass_view: View, on_chip: bool = True) -> Report:
+def _report(build, ptx_view: View, sass_view: View) -> Report:
     case = Case(build.kernel, build.target, ptx_view, sass_view, build.asm)
     findings = [finding for rule in (*RULES, crossings) for finding in rule(case)]
-    findings += unordered(case, _body(build)) if on_chip else ()
+    findings += unordered(case, _body(build))
     seen = tuple(_seen(case, view, i) for view in case.views for i in sorted(view.values))
     early = [view.program.insts[i] for view in case.views for i in view.early & view.reached]
     waits, patient = not any(i.exits for i in early), not any("trigger" in i.sync for i in early)
-    return Report(build.kernel.name, build.target, _grouped(findings), seen, waits, patient, on_chip)
+    return Report(build.kernel.name, build.target, _grouped(findings), seen, waits, patient)
 
 
 def _body(build) -> str:
@@ -149,20 +149,17 @@ def _grouped(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(first.values(), key=lambda f: order[f.severity]))
 
 
-def check_builds(builds: Sequence, on_chip: Collection | None = None) -> list[Report]:
-    """Check many Builds, in their order. Those that differ only in the kernel's name are checked once.
-
-    on_chip: codes of the kernels whose shared memory is followed, too; None for all.
-    """
+def check_builds(builds: Sequence) -> list[Report]:
+    """Check many Builds, in their order. Those that differ only in the kernel's name are checked once."""
     with seldom_collected():
-        return _checked(builds, on_chip)
+        return _checked(builds)
 
 
-def _checked(builds: Sequence, on_chip: Collection | None) -> list[Report]:
+def _checked(builds: Sequence) -> list[Report]:
     def key(build) -> tuple:
         args, k = tuple((a.name, a.role) for a in build.kernel.args), build.kernel
         launched = k.pdl, k.grid, k.block, k.cluster, k.smem
-        return build.target, _body(build), build.asm, launched, args, on_chip is None or k.code in on_chip
+        return build.target, _body(build), build.asm, launched, args
 
     keys = list(map(key, builds))
     unique = dict(zip(keys, builds, strict=True))
@@ -175,7 +172,7 @@ def _checked(builds: Sequence, on_chip: Collection | None) -> list[Report]:
     for k, build in unique.items():
         while len(views) > VIEWS_KEPT:
             views.pop(next(iter(views)))
-        reports[k] = _report(build, *_views(build, texts[k], views, k[1]), k[-1])
+        reports[k] = _report(build, *_views(build, texts[k], views, k[1]))
     return [_renamed(reports[k], build.kernel.name) for k, build in zip(keys, builds, strict=True)]
 
 
@@ -198,51 +195,54 @@ def check_kernels(kernels: Iterable, targets: Sequence[str] = TARGETS, jobs: int
     return prove(kernels, targets, jobs).reports
 
 
-@contextmanager
-def workers(jobs: int) -> Iterator[Executor]:
-    """The other processes of `prove`, which start at once."""
-    with ProcessPoolExecutor(max(1, jobs - 1), get_context("spawn")) as pool:
-        for _ in range(jobs - 1):
-            pool.submit(_share, (), (), False, None)
-        yield pool
-
-
 def prove(
     kernels: Iterable,
     targets: Sequence[str] = TARGETS,
     jobs: int = 1,
     fresh: bool = True,
     pool: Executor | None = None,
-    on_chip: Collection | None = None,
 ) -> Proof:
     """Compile and check every kernel for every target that it is for.
 
     Kernels that share their code (Kernel.code) are compiled and checked once. jobs: processes to share the work, this
     one included; with more than one, entries have to be functions of importable modules. fresh: without the cache of
-    builds, which only the command line asks for. pool: of `workers`, if they have been started. on_chip: the kernels
-    whose shared memory is followed, too (R14, seconds for a large one); None for all.
+    builds, which only the command line asks for. pool: the other processes, if they have been started.
     """
     kernels, targets = list(kernels), tuple(targets)
-    codes = on_chip if on_chip is None else {kernel.code for kernel in on_chip}
     first: dict[object, object] = {}  # with the most CTAs: shared memory is followed in the first and last cluster
     for kernel in kernels:
         known = first.setdefault(kernel.code, kernel)
         if prod(kernel.grid) > prod(known.grid):
             first[kernel.code] = kernel
-    shares = [list(first.values())[n::jobs] for n in range(min(jobs, len(first)))]
-    with workers(len(shares)) if pool is None else nullcontext(pool) as others:
-        theirs = [others.submit(_share, share, targets, fresh, codes) for share in shares[1:]]
-        done = [_share(share, targets, fresh, codes) for share in shares[:1]] + [share.result() for share in theirs]
+    shares = _dealt(list(first.values()), jobs)
+    own = pool is None and len(shares) > 1
+    with ProcessPoolExecutor(len(shares) - 1, get_context("spawn")) if own else nullcontext(pool) as others:
+        theirs = [others.submit(_share, share, targets, fresh) for share in shares[1:]]
+        done = [_share(share, targets, fresh) for share in shares[:1]] + [share.result() for share in theirs]
     rows = {k.code: row for share, made in zip(shares, done, strict=True) for k, row in zip(share, made, strict=True)}
     reports = [_renamed(report, kernel.name) for kernel in kernels for report in rows[kernel.code][0]]
     kept = sum(kept for _, kept in rows.values())
     return Proof(reports, len(rows) - kept, kept)
 
 
-def _share(kernels: Sequence, targets: Sequence[str], fresh: bool, on_chip) -> list[tuple[list[Report], bool]]:
+def _dealt(kernels: list, jobs: int) -> list[list]:
+    """Shares of like cost, at most `jobs`: round and back again by what takes longest, the threads of a cluster and
+    the work of each."""
+
+    def cost(kernel) -> int:
+        return prod(kernel.block) * prod(kernel.cluster or (1,)) * max(prod(a.shape) for a in kernel.args)
+
+    shares: list[list] = [[] for _ in range(min(jobs, len(kernels)))]
+    turns = cycle([*shares, *reversed(shares)])
+    for kernel, share in zip(sorted(kernels, key=cost, reverse=True), turns, strict=False):
+        share.append(kernel)
+    return shares
+
+
+def _share(kernels: Sequence, targets: Sequence[str], fresh: bool) -> list[tuple[list[Report], bool]]:
     """The reports of each kernel, and whether all its Builds were kept."""
     builds = [lower(kernel, [t for t in targets if t in kernel.archs], fresh=fresh) for kernel in kernels]
-    reports = iter(check_builds([build for some in builds for build in some], on_chip))
+    reports = iter(check_builds([build for some in builds for build in some]))
     return [([_located(b, next(reports)) for b in some], all(b.kept for b in some)) for some in builds]
 
 
@@ -257,4 +257,4 @@ def _located(build, report: Report) -> Report:
             return report
         for inst, twin in zip(view.program, other.program, strict=True):
             inst.source = twin.source
-    return _report(replace(build, asm=lined.asm), *views, report.on_chip)
+    return _report(replace(build, asm=lined.asm), *views)
