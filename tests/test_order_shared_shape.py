@@ -10,6 +10,7 @@ from equivalence.simt.clocks import Clocks
 from equivalence.simt.onchip import found
 from equivalence.simt.parse import read
 from equivalence.simt.races import Races
+from equivalence.simt.shadow import PARTS, Units
 from equivalence.simt.shape import lean, specials
 from equivalence.simt.skeleton import skeleton
 from equivalence.simt.translate import translate
@@ -142,3 +143,28 @@ def test_the_long_way_finds_the_same(name, monkeypatch):
     for a, b in zip(shadows[:half], shadows[half:], strict=True):
         for x, y in ((a.write, b.write), (a.reads, b.reads), (a, b)):
             assert all(np.array_equal(v, getattr(y, n)) for n, v in vars(x).items() if isinstance(v, np.ndarray))
+
+
+def spread(kept: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """The state of every cell, where only the first of each part of a unit is kept."""
+    parts = kept.reshape(PARTS, len(levels), -1)
+    size = PARTS >> levels.astype(np.int64)
+    return parts[np.arange(PARTS)[:, None] // size * size, np.arange(len(levels))]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_units_are_split_as_if_they_had_always_been(name, monkeypatch):
+    body, threads, more = LONG[name]
+    monkeypatch.setattr(onchip, "STEPS", 1000)
+    shadows, end, init = [], Races.end, Units.__init__
+    monkeypatch.setattr(Races, "end", lambda self, g: (shadows.append(g.shadow), end(self, g)))
+    want = found(kernel(threads, **more), text(lines(body), threads))
+    onchip._clean.clear()
+    half = len(shadows)
+    monkeypatch.setattr(Units, "__init__", lambda self, *a: (init(self, *a), self.levels.fill(3))[0])
+    assert found(kernel(threads, **more), text(lines(body), threads)) == want
+    for a, b in zip(shadows[:half], shadows[half:], strict=True):
+        for x, y in ((a.write, b.write), (a.reads, b.reads), (a.user, b.user), (a, b)):
+            for n, v in vars(x).items():
+                if isinstance(v, np.ndarray) and n != "levels":
+                    assert np.array_equal(spread(v, a.levels), spread(getattr(y, n), b.levels)), n

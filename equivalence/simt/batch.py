@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from .clocks import ROWS
 from .ir import Block, Code, Op, Reg
 from .opcodes import bits
 from .parse import RESERVED
-from .races import CELL, ROWS
+from .shadow import CELL
 
 LEAST = 2  # accesses of a batch
 
@@ -121,10 +122,6 @@ def _inside(g, I, a, align: int, n: int, anywhere: bool = False):
     return (g.cta[I] - home + rank) * g.smem_bytes + at if good.all() else None
 
 
-def _cells(offsets, n: int):
-    return (offsets[..., None] + np.arange(0, max(n, CELL), CELL)) // CELL
-
-
 def _apart(offsets, n: int) -> bool:
     """Whether no two of these writes of n bytes touch the same cell."""
     return n % CELL == 0 and bool((np.diff(np.sort(offsets, axis=None)) >= n).all())
@@ -141,7 +138,7 @@ def _lines(places: list):
 
 def _loads(g, I, places: list, n: int) -> bool:
     offsets = _inside(g, I, _addresses(places), n, n)
-    return offsets is not None and _read(g, I, _cells(offsets, n), _lines(places))
+    return offsets is not None and _read(g, I, g.shadow.cells(offsets, n), _lines(places))
 
 
 def _matrices(g, I, places: list, n: int) -> bool:
@@ -152,7 +149,7 @@ def _matrices(g, I, places: list, n: int) -> bool:
     rows = warps[:, : 2 * n].ravel()
     a = _addresses(places).reshape(len(places), -1, 32)[..., : 2 * n].reshape(len(places), -1)
     offsets = _inside(g, rows, a, 16, 16)
-    return offsets is not None and _read(g, rows, _cells(offsets, 16), _lines(places))
+    return offsets is not None and _read(g, rows, g.shadow.cells(offsets, 16), _lines(places))
 
 
 def _read(g, I, cells, lines) -> bool:
@@ -172,7 +169,7 @@ def _write(g, I, offsets, n: int, lines, epochs, pending: bool, row: int) -> boo
     """Writes of n bytes by lanes I to offsets [accesses, lanes]."""
     if not _apart(offsets, n):
         return False
-    races, s, cells = g.machine.races, g.shadow, _cells(offsets, n)
+    races, s, cells = g.machine.races, g.shadow, g.shadow.cells(offsets, n)
     if not races._quiet(g, s, I, cells, row, True):
         return False
     s.write.put(cells, I[:, None], epochs, lines, False)

@@ -36,7 +36,7 @@ from .machine import Machine
 from .native import Fault
 from .operations import OPERATIONS
 from .parse import read
-from .races import CELL, Races
+from .races import Races
 from .shape import lean, shape, specials
 from .skeleton import COMPUTED, Skeleton, skeleton
 from .translate import translate
@@ -181,13 +181,6 @@ class _OnChip(Races):
     def copied(self, g, op, I, offsets, n, write, space, proxy) -> None:
         if space == "shared":
             super().copied(g, op, I, offsets, n, write, space, proxy)
-
-    def landed(self, g, offsets, n: int) -> None:
-        if len(offsets) == 1:
-            at = int(offsets[0]) // CELL
-            g.shadow.pending[at : at + -(-n // CELL)] = False
-        else:
-            super().landed(g, offsets, n)
 
     def _differ(self, g, s, offsets, data):
         return np.zeros(data.shape, bool)  # all that is stored is zero

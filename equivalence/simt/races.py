@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .clocks import ROWS, Clocks, Known, merged
+from .shadow import CELL, UNIT, Shadow, Units
 
-CELL = 2  # bytes
 IN_FLIGHT = "asynchronous write that nobody waited for"
 UNFENCED = "without fence.proxy.async"
 
@@ -43,29 +43,6 @@ class Race:
     def __str__(self) -> str:
         (a, i), (b, j) = self.first, self.second
         return f"{self.kind}: {a} PTX line {i} and {b} PTX line {j} at {self.where}"
-
-
-class _Accesses:
-    """Per cell: lane + 1 (0: none), its clock then, PTX line, and whether it is relaxed or stronger."""
-
-    def __init__(self, n: int):
-        self.actor, self.epoch, self.line = (np.zeros(n, np.int32) for _ in range(3))
-        self.strong, self.any_strong = np.zeros(n, bool), False
-
-    def put(self, cells, actor, epoch, line, strong) -> None:
-        self.actor[cells], self.epoch[cells], self.line[cells] = actor + 1, epoch, line
-        if strong or self.any_strong:
-            self.strong[cells], self.any_strong = strong, True
-
-
-class Shadow:
-    def __init__(self, size: int, readers: int):
-        self.cells = size // CELL + 1
-        self.write, self.reads = _Accesses(self.cells), _Accesses(self.cells * readers)  # those of a cell together
-        self.readers = readers
-        self.proxy, self.pending = np.zeros(self.cells, bool), np.zeros(self.cells, bool)
-        self.barriers = np.zeros(self.cells, np.int32)  # PTX line of the mbarrier.init of a live mbarrier
-        self.using, self.user = np.zeros(self.cells, np.int16), _Accesses(self.cells)  # operands of unfinished work
 
 
 class Races:
@@ -90,7 +67,7 @@ class Races:
         elif g.index:
             g.entry |= self.machine.grids[g.index - 1].entry
         g.clocks = self._clocks(g)
-        g.shadow = Shadow(len(g.smem), 8)
+        g.shadow = Units(len(g.smem), 8)
 
     def _clocks(self, g) -> Clocks:
         return Clocks(g.size, g.csize * g.warps * 32, g.entry)
@@ -138,21 +115,21 @@ class Races:
         self._read(g, g.shadow, I, offsets, n, op.line, False)
 
     def landed(self, g, offsets, n: int) -> None:
-        g.shadow.pending[_cells(offsets, n)] = False
+        g.shadow.pending[g.shadow.cells(offsets, n)] = False
 
     def use(self, g, op, lane: int, offset: int, n: int) -> None:
         """A bulk store begins to read shared memory."""
-        one, cells = np.array([lane]), _cells([offset], n)
+        one, cells = np.array([lane]), g.shadow.cells([offset], n)
         self._check_read(g, g.shadow, one, cells, op.line, row=1)
         self._take(g, op, one, cells)
 
     def used(self, g, op, lane: int, offset: int, n: int) -> None:
-        self._return(g, op, np.array([lane]), _cells([offset], n))
+        self._return(g, op, np.array([lane]), g.shadow.cells([offset], n))
 
     # ---- warpgroups
 
     def wgmma(self, g, op, ws, offsets) -> None:
-        """A multiplication is issued: what it reads, at `offsets` of each warp, and its registers."""
+        """A multiplication is issued: what it reads, units at `offsets` of each warp, and its registers."""
         flight = g.flight
         for name in flight.names(op):
             dirty = flight.dirty[name][ws]
@@ -164,13 +141,18 @@ class Races:
         for name in flight.names(op)[len(op.out) :]:
             self.register(g, op.line, name, ws, False)
         for o in offsets:
-            cells = o.reshape(len(ws), -1) // CELL
+            cells = self._operand(g, ws, o)
             self._check_read(g, g.shadow, ws * 32, cells, op.line, row=1, together=True)
             self._take(g, op, ws * 32, cells)
 
     def wgmma_done(self, g, op, ws, offsets) -> None:
         for o in offsets:
-            self._return(g, op, ws * 32, o.reshape(len(ws), -1) // CELL)
+            self._return(g, op, ws * 32, self._operand(g, ws, o))
+
+    @staticmethod
+    def _operand(g, ws, offsets):
+        cells = g.shadow.cells(offsets.reshape(len(ws), -1), UNIT)
+        return cells.reshape(len(ws), -1)
 
     def register(self, g, line: int, name: str, ws, write: bool) -> None:
         """Another instruction touches a register that an unfinished wgmma uses: accumulators, or to write, all."""
@@ -181,7 +163,7 @@ class Races:
                          f"register {name}")  # fmt: skip
 
     def barrier_made(self, g, op, offset: int, live: bool) -> None:
-        g.shadow.barriers[_cells([offset], 8)] = op.line if live else 0
+        g.shadow.barriers[g.shadow.cells([offset], 8)] = op.line if live else 0
 
     def barrier_used(self, g, op, I, made: tuple, offset: int) -> None:
         """Who uses an mbarrier for the first time must know that it was initialised. made: lane, clock, PTX line."""
@@ -242,7 +224,7 @@ class Races:
         self._tell(f"generic write, then asynchronous {then} {UNFENCED}", g, s, late, w, cells, line, I)
 
     def _read(self, g, s, I, offsets, n, line, strong, entry=False, row=0) -> None:
-        cells = _cells(offsets, n)
+        cells = s.cells(offsets, n)
         self._check_read(g, s, I, cells, line, strong, row, entry)
         self._note_read(g, s, I, cells, line, strong)
 
@@ -272,13 +254,13 @@ class Races:
             unfenced = self._unordered(g, I, actor, s.reads.epoch[at], row)
             self._tell(f"generic read, then asynchronous write {UNFENCED}", g, s, unfenced, s.reads, at, line, I)
         if (made := s.barriers[cells]).any():
-            where = f"shared memory + {int(cells[made > 0][0]) * CELL % g.smem_bytes}"
+            where = f"shared memory + {s.address(int(cells[made > 0][0])) % g.smem_bytes}"
             self.report("mbarrier, then write over it", g, int(made.max()), line, where)
         self._tell(f"{IN_FLIGHT}, then write", g, s, s.pending[cells], w, cells, line, I)
         self._tell("operand that nobody waited for, then write", g, s, s.using[cells] > 0, s.user, cells, line, I)
 
     def _write(self, g, s, I, offsets, n, line, strong, pending=False, row=0, data=None) -> None:
-        cells, w = _cells(offsets, n), s.write
+        cells, w = s.cells(offsets, n), s.write
         self._check_write(g, s, I, cells, line, strong, row)
         me = np.broadcast_to(g.base + I[:, None], cells.shape)
         w.put(cells, me, g.clocks.now(I)[:, None], line, strong)
@@ -286,7 +268,7 @@ class Races:
         clash = (w.actor[cells] != me + 1) & (not strong)
         if clash.any():
             if data is not None and n % CELL == 0:
-                differ = self._differ(g, s, offsets, data).reshape(*cells.shape, CELL).any(2)
+                differ = self._differ(g, s, offsets, data).reshape(*cells.shape, -1).any(2)
                 clash &= differ | ((w.actor[cells] - 1) // 32 != me // 32)
             self._tell("two lanes write at once", g, s, clash, w, cells, line, I)
 
@@ -318,7 +300,7 @@ class Races:
             if key not in self._known:
                 self._known.add(key)
                 name = self.machine.grids[int(owner)].name
-                where = self._where(g, s, int(at[index]) // (s.readers if accesses is s.reads else 1) * CELL)
+                where = self._where(g, s, s.address(int(at[index]) // (s.readers if accesses is s.reads else 1)))
                 text = f"{kind}, in one warp" if one else kind
                 self.reports.append(Race(text, (name, int(first)), (g.name, line), where))
 
@@ -393,8 +375,3 @@ class Races:
             self.sync.pop(offset, None)
             if known is not None:
                 self.sync[offset] = known, g.index, wide, int(g.cta[lane])
-
-
-def _cells(offsets, n):
-    n = n if isinstance(n, int) else int(np.max(n))
-    return (np.asarray(offsets)[:, None] + np.arange(0, max(n, CELL), CELL)) // CELL

@@ -13,13 +13,15 @@ from .lanes import cvt_f32_bf16, cvt_f32_f16
 
 UNITS = np.array([1, 8, 4, 2])  # 16-byte units of a row of the swizzling pattern, by the descriptor's mode
 FIELDS = 0xC000_3FFF_3FFF_3FFF  # bits of a descriptor that may be set: no base offset
+FIRST = np.array([0, 8])  # columns where units start
 NAN = np.uint32(0x7FC00000)
 
 
-def places(descriptors, rows, transposed: bool):
-    """Byte addresses [warps, rows, 16] of elements (row, k) in a CTA's shared memory.
+def places(descriptors, rows, transposed: bool, columns=np.arange(16)):
+    """Byte addresses [warps, rows, columns] of elements (row, k) in a CTA's shared memory.
 
     descriptors: uint64 [warps]. rows: [warps, rows], along M or N. transposed: neighbours in memory differ in the row.
+    columns: each k. Eight neighbours make a unit of 16 bytes, aligned.
     Source: PTX ISA 9.0, matrix descriptor and canonical layouts; offsets there are from the start address, and the
     swizzle exchanges bits 4..6 of the whole address.
     """
@@ -27,7 +29,7 @@ def places(descriptors, rows, transposed: bool):
     start, lead, stride = ((d >> np.uint64(s) & np.uint64(0x3FFF)).astype(np.int64) * 16 for s in (0, 16, 32))
     start, lead, stride = (x[:, None, None] for x in (start, lead, stride))
     units = UNITS[(d >> np.uint64(62)).astype(np.int64)][:, None, None]
-    r, k = np.asarray(rows)[:, :, None], np.arange(16)
+    r, k = np.asarray(rows)[:, :, None], columns
     plain = units == 1
     if transposed:
         far = np.where(plain, r // 8 * stride + k // 8 * lead, r // 8 // units * lead + k // 8 * stride)
@@ -119,16 +121,17 @@ class Flight:
             self.g.machine.races.warps(self.g, np.unique(I // 32))
 
     def operands(self, op: Op, ws, descriptors):
-        """Offsets in `smem`, in bytes, of B [warps, N, 16] and of A [warps, 16, 16] unless A is in registers."""
+        """Offsets in `smem`, in bytes, of the units of 16 bytes of B and of A, unless A is in registers: [warps, N, 2]
+        and [warps, 16, 2], if transposed [warps, N / 8, 16] and [warps, 2, 16]."""
         g, n = self.g, op.more["n"]
         rows = np.broadcast_to(np.arange(n), (len(ws), n)), ws[:, None] % g.warps % 4 * 16 + np.arange(16)
         out = []
         for d, r, trans in zip(descriptors, rows, op.more["trans"][::-1], strict=False):
-            a = places(d, r, trans)
-            bad = (a.min((1, 2)) < 1024) | (a.max((1, 2)) + 2 > g.code.listing.dynamic + g.kernel.smem)
+            a = places(d, r[:, ::8], True) if trans else places(d, r, False, FIRST)
+            bad = (a.min((1, 2)) < 1024) | (a.max((1, 2)) + 16 > g.code.listing.dynamic + g.kernel.smem)
             if bad.any():
                 i = int(np.flatnonzero(bad)[0])
-                raise g.fault(op.line, int(ws[i]) * 32, "address outside shared memory", int(a[i].max()))
+                raise g.fault(op.line, int(ws[i]) * 32, "address outside shared memory", int(a[i].max()) + 14)
             out.append(a + (ws // g.warps * g.smem_bytes)[:, None, None])
         return out
 
@@ -152,6 +155,7 @@ class Flight:
     def multiply(self, op: Op, lanes, scale, offsets):
         """The sums [warps, 16, N]."""
         g, n, up = self.g, op.more["n"], cvt_f32_bf16 if op.more["type"] == "bf16" else cvt_f32_f16
+        offsets = [_elements(o, t) for o, t in zip(offsets, op.more["trans"][::-1], strict=False)]
         B, *A = (up(g.smem.view(np.uint16)[o // 2]).astype(np.float64) for o in offsets)
         A = A[0] if A else _fragments([g.read(a, lanes) for a in op.args[2:]], up)
         C = np.zeros((len(A), 16, n))
@@ -188,6 +192,13 @@ class Unmultiplied(Flight):
 
     def show(self, op: Op, ws, lanes, D) -> None:
         pass
+
+
+def _elements(units, transposed: bool):
+    """Offsets of elements [warps, rows, 16] from those of their units."""
+    ways = units[..., None] + np.arange(0, 16, 2)
+    ways = ways.transpose(0, 1, 3, 2) if transposed else ways
+    return ways.reshape(len(units), -1, 16)
 
 
 def _quarters(op: Op) -> list[tuple[str, slice, slice]]:
