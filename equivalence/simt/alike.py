@@ -71,6 +71,12 @@ class Alike(Clocks):
         known[:, c] = np.maximum(known[:, c], self.own[c].T)
         return known
 
+    def _of_each(self, c):
+        """What any lane of each of these groups of classes knows: [groups, 4, classes]."""
+        known, at = self.row[c].max(1) if c.shape[1] > 1 else self.row[c[:, 0]], np.arange(len(c))[:, None]
+        known[at, :, c] = np.maximum(known[at, :, c], self.own[c])
+        return known
+
     def now(self, I):
         return self.own[self.of[I], 0]
 
@@ -93,8 +99,14 @@ class Alike(Clocks):
     def snapshots(self, I) -> list[Known]:
         if len(I) == 1:
             return [self.given(I)]
-        cuts = np.flatnonzero(np.diff(I // 32)) + 1
-        return [known for lanes in np.split(I, cuts) for known in [self.given(lanes)] * len(lanes)]
+        ws, counts = np.unique(I // 32, return_counts=True)
+        c = self._of(I)
+        if len(c) % len(ws) or (c.reshape(len(ws), -1) // self.per != ws[:, None]).any():
+            return [known for lanes in np.split(I, counts.cumsum()[:-1]) for known in [self.given(lanes)] * len(lanes)]
+        seen = self.seen[0]
+        known = [({0: row}, seen) for row in self._of_each(c.reshape(len(ws), -1))]
+        self._tick(c)
+        return [one for one, n in zip(known, counts.tolist(), strict=True) for one in [one] * n]
 
     def series(self, lane: int, count: int) -> list[Known]:
         """What a lane hands on by each of so many copies that follow each other: `snapshot` again and again."""
@@ -127,10 +139,8 @@ class Alike(Clocks):
             for w in ws.tolist():
                 self.meet(np.arange(32 * w, 32 * w + 32))
             return
-        c = ws[:, None] * self.per + np.arange(self.per)
-        known = self.row[c].max(1)
-        at = np.arange(len(ws))[:, None]
-        known[at, :, c] = np.maximum(known[at, :, c], self.own[c])
+        c, at = ws[:, None] * self.per + np.arange(self.per), np.arange(len(ws))[:, None]
+        known = self._of_each(c)
         self.row[c], self.own[c] = known[:, None], known[at, :, c]
         self._tick(c.ravel())
 

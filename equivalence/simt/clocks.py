@@ -16,11 +16,12 @@ def merged(*known: Known | None) -> Known | None:
     have = [k for k in known if k is not None]
     if len(have) < 2:
         return have[0] if have else None
-    rows: dict[int, np.ndarray] = {}
-    for some, _ in have:
+    rows, seen = dict(have[0][0]), have[0][1]
+    for some, ended in have[1:]:
         for cluster, row in some.items():
             rows[cluster] = np.maximum(rows[cluster], row) if cluster in rows else row
-    return rows, np.logical_or.reduce([seen for _, seen in have])
+        seen = seen | ended
+    return rows, seen
 
 
 class Clocks:

@@ -5,7 +5,7 @@ shared memory read it as late as the wait for reading, and their bytes land at t
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import numpy as np
@@ -215,9 +215,26 @@ def _mbar_init(g, op: Op, I) -> None:
 def _mbar_arrive(g, op: Op, I) -> None:
     offsets = g.shared_at(op, I, g.address(op.at, I), 8, 8, anywhere=True)
     counts, tx = (g.read(a, I).tolist() for a in op.args)
-    for lane, bar, n, t, known in zip(I.tolist(), g.mbars_of(op, I, offsets), counts, tx, g.known(I), strict=True):
+    bars, known = g.mbars_of(op, I, offsets), g.known(I)
+    for lane, many, bar, n, t, own in _alike(I.tolist(), bars, counts, tx, known):
+        if many > 1 and (t or not n or many * n > bar["left"]):
+            for k in range(many):
+                bar["tx"] += t
+                g.arrive(op, lane + k, bar, n, 0, own if n else None)
+            continue
         bar["tx"] += t
-        g.arrive(op, lane, bar, n, 0, known if n else None)
+        g.arrive(op, lane, bar, many * n, 0, own if n else None)
+
+
+def _alike(lanes: list, bars: list, counts: list, tx: list, known: list) -> Iterator[tuple]:
+    """Arrivals of lanes that follow each other, and are alike, together: (first lane, how many, and what they share)."""
+    start = 0
+    for k in range(1, len(lanes) + 1):
+        if k < len(lanes) and bars[k] is bars[start] and known[k] is known[start] and lanes[k] == lanes[k - 1] + 1:
+            if counts[k] == counts[start] and tx[k] == tx[start]:
+                continue
+        yield lanes[start], k - start, bars[start], counts[start], tx[start], known[start]
+        start = k
 
 
 def _settle(g, bar: dict, phase: int) -> None:

@@ -131,14 +131,15 @@ class Races:
     def wgmma(self, g, op, ws, offsets) -> None:
         """A multiplication is issued: what it reads, units at `offsets` of each warp, and its registers."""
         flight = g.flight
-        for name in flight.names(op):
+        names = flight.names(op)
+        for name in names if flight.writes[flight.rows[id(op)], ws].any() else ():
             dirty = flight.dirty[name][ws]
             if dirty.any():
                 first = int(dirty[dirty != 0][0])
                 self.report(
                     "register written, then wgmma without wgmma.fence", g, max(first, 0), op.line, f"register {name}"
                 )
-        for name in flight.names(op)[len(op.out) :]:
+        for name in names[len(op.out) :]:
             self.register(g, op.line, name, ws, False)
         for o in offsets:
             cells = self._operand(g, ws, o)

@@ -78,14 +78,22 @@ class Units(Shadow):
         return at // UNIT + at % UNIT // CELL * self.units
 
     def _divide(self, units, level: int) -> None:
+        inside = np.zeros(self.units, bool)
+        inside[units] = True
         for old in range(level):
-            new = np.unique(units[self.levels[units] == old])
-            if not len(new):
-                continue
+            new = np.flatnonzero(inside & (self.levels == old))
             self.levels[new] = level
-            for part in range(0, PARTS, PARTS >> level):
+            new = new[self._touched(new)]  # the cells of others are all alike
+            for part in range(0, PARTS, PARTS >> level) if len(new) else ():
                 if whole := part % (PARTS >> old):
                     self._copy(part - whole, part, new)
+
+    def _touched(self, units):
+        """Whether there was any access to them, or a barrier in them."""
+        out = np.zeros(len(units), bool)
+        for kept in (self.write.actor, self.user.actor, self.reads.actor, self.barriers):
+            out |= kept.reshape(PARTS, self.units, -1)[:, units].any((0, 2))
+        return out
 
     def _copy(self, one: int, other: int, units) -> None:
         """The state of one part of these units becomes that of another."""

@@ -51,8 +51,13 @@ class Flight:
             a.source.name for op in ops for a in op.args[2:] if isinstance(a.source, Reg) and len(op.args) == 6
         }
         warps, self.g = g.size // 32, g
-        self.uses = {name: np.zeros(warps, np.int32) for name in used}  # unfinished multiplications, per warp
-        self.user, self.dirty = ({name: np.full(warps, n, np.int32) for name in used} for n in (0, -1))  # PTX lines
+        self.number = {name: i for i, name in enumerate(used)}
+        self.counts, self.users = (np.zeros((len(used), warps), np.int32) for _ in range(2))  # per register and warp
+        self.writes = np.full((len(used), warps), -1, np.int32)
+        self.uses = dict(zip(used, self.counts, strict=True))  # unfinished multiplications, per warp
+        self.user = dict(zip(used, self.users, strict=True))  # PTX lines
+        self.dirty = dict(zip(used, self.writes, strict=True))
+        self.rows = {id(op): np.array([[self.number[name]] for name in self.names(op)]) for op in ops}
         self.sums = {name: np.zeros(g.size, np.uint32) for name in outs}  # accumulators while they are in use
         self.groups = [deque([[]]) for _ in range(warps if collective else 0)]  # per warp, the last one is open
         self.issued = np.zeros(warps, np.int64)  # number of the sequence of lines, of those in `sequences`
@@ -77,9 +82,9 @@ class Flight:
         if g.machine.races:
             g.machine.races.wgmma(g, op, ws, offsets)
         self.hide(op, ws, I)
-        for name in self.names(op):
-            self.uses[name][ws] += 1
-            self.user[name][ws] = op.line
+        rows = self.rows[id(op)]
+        np.add.at(self.counts, (rows, ws), 1)
+        self.users[rows, ws] = op.line
         for w in ws.tolist():
             self.issued[w] = self.sequences.setdefault((int(self.issued[w]), op.line), len(self.sequences) + 1)
         self.last[ws] = op.line
@@ -95,8 +100,7 @@ class Flight:
             self.dirty[name][ws] = self.g.line
 
     def fence(self, ws) -> None:
-        for lines in self.dirty.values():
-            lines[ws] = 0
+        self.writes[:, ws] = 0
 
     @staticmethod
     def names(op: Op) -> list[str]:
@@ -146,8 +150,7 @@ class Flight:
         lanes = (ws[:, None] * 32 + np.arange(32)).ravel()
         scale, *offsets = (np.array(v) for v in zip(*entries, strict=True))
         D = self.multiply(op, lanes, scale, offsets)
-        for name in self.names(op):
-            self.uses[name][ws] -= 1
+        np.subtract.at(self.counts, (self.rows[id(op)], ws), 1)
         self.show(op, ws, lanes, D)
         if self.g.machine.races:
             self.g.machine.races.wgmma_done(self.g, op, ws, offsets)
