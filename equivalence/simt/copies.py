@@ -227,7 +227,7 @@ def _mbar_arrive(g, op: Op, I) -> None:
 
 
 def _alike(lanes: list, bars: list, counts: list, tx: list, known: list) -> Iterator[tuple]:
-    """Arrivals of lanes that follow each other, and are alike, together: (first lane, how many, and what they share)."""
+    """Arrivals of lanes that follow each other and are alike, together: (first lane, how many, what they share)."""
     start = 0
     for k in range(1, len(lanes) + 1):
         if k < len(lanes) and bars[k] is bars[start] and known[k] is known[start] and lanes[k] == lanes[k - 1] + 1:

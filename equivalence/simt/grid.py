@@ -13,7 +13,7 @@ from .lanes import DTYPES
 from .native import Fault
 from .opcodes import bits
 from .operations import BAR, CLUSTER, EXITED, OPERATIONS, PARKED, PDL, UNSIGNED, WARP
-from .warpgroup import Flight
+from .warpgroup import Flight, warps_of
 
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
@@ -126,7 +126,7 @@ class Grid:
         lanes = (lanes := parked[why == WARP])[together[lanes // 32]]
         self.pc[lanes] -= PARKED
         if len(lanes) and self.machine.races:
-            self.machine.races.warps(self, np.unique(lanes // 32))
+            self.machine.races.warps(self, warps_of(lanes))
         self.settle_cluster()
         lanes = parked[why == CLUSTER]
         lanes = lanes[self.cluster_phase[self.cluster[lanes]] >= self.target[lanes]]
@@ -267,9 +267,9 @@ class Grid:
         inside[I] = True
         touched = np.zeros(self.size // 32, bool)
         touched[I // 32] = True
-        missing = np.flatnonzero(~inside & np.repeat(touched, 32) & (self.pc < EXITED))
-        if len(missing):
-            raise self.fault(op.line, int(missing[0]), "needs a lane of the warp that is not there")
+        missing = ~inside & np.repeat(touched, 32) & (self.pc < EXITED)
+        if missing.any():
+            raise self.fault(op.line, int(np.argmax(missing)), "needs a lane of the warp that is not there")
 
     # ---- memory
 

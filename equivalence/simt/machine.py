@@ -115,8 +115,8 @@ class Machine:
         elif self.warps == "random" and ready.sum() > 1:
             keep = self.rng.random(len(ready)) < 0.5
             ready = ready & keep if (ready & keep).any() else ready
-        blocks = np.unique(low[ready])
-        block = int(min(blocks, key=lambda b: g.last_run[b])) if fair else int(blocks[0])
+        blocks = low[ready]
+        block = int(min(np.unique(blocks), key=lambda b: g.last_run[b]) if fair else blocks.min())
         g.last_run[block] = g.clock
         lanes = np.flatnonzero((pc == block) & np.repeat(ready & (low == block), 32))
         g.execute(block, lanes)

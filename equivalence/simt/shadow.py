@@ -63,16 +63,19 @@ class Units(Shadow):
     def cells(self, offsets, n):
         """As of Shadow; the first cells of the parts that are touched."""
         n, offsets = max(n if isinstance(n, int) else int(np.max(n)), CELL), np.asarray(offsets)
+        if not offsets.size:
+            return super().cells(offsets, n)
         odd = int(np.bitwise_or.reduce(offsets, axis=None)) | n | UNIT
         need = LEVELS[odd & -odd]
         if not need:
             units = offsets[..., None] // UNIT + np.arange(n // UNIT)
-            if not (need := int(self.levels[units].max())):
-                return units
         else:
             units = (offsets[..., None] + np.arange(0, n, UNIT >> need)) // UNIT
-            need = max(need, int(self.levels[units].max()))
-        if (self.levels[units] < need).any():
+        levels = self.levels.take(units)
+        low, need = int(levels.min()), max(need, int(levels.max()))
+        if not need:
+            return units
+        if low < need:
             self._divide(units, need)
         at = offsets[..., None] + np.arange(0, n, UNIT >> need)
         return at // UNIT + at % UNIT // CELL * self.units

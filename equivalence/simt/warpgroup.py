@@ -40,6 +40,12 @@ def places(descriptors, rows, transposed: bool, columns=np.arange(16)):
     return a ^ (a >> 7 & units - 1) << 4
 
 
+def warps_of(I):
+    """The warps of lanes I (sorted)."""
+    ws = I // 32
+    return ws[np.concatenate(([True], ws[1:] != ws[:-1]))]
+
+
 class Flight:
     """The multiplications that nobody has waited for, and the registers that they use."""
 
@@ -65,7 +71,7 @@ class Flight:
         self.last = np.zeros(warps, np.int64)
 
     def issue(self, op: Op, I) -> None:
-        g, ws = self.g, np.unique(I // 32)
+        g, ws = self.g, warps_of(I)
         g.whole(op, I)
         if len(I) != 32 * len(ws) or (ws % g.warps // 4 * 4 + 4 > g.warps).any():
             raise g.fault(op.line, int(I[0]), "needs a warpgroup of four whole warps")
@@ -83,7 +89,7 @@ class Flight:
             g.machine.races.wgmma(g, op, ws, offsets)
         self.hide(op, ws, I)
         rows = self.rows[id(op)]
-        np.add.at(self.counts, (rows, ws), 1)
+        self._count(rows, ws, 1)
         self.users[rows, ws] = op.line
         for w in ws.tolist():
             self.issued[w] = self.sequences.setdefault((int(self.issued[w]), op.line), len(self.sequences) + 1)
@@ -91,9 +97,15 @@ class Flight:
         for i, w in enumerate(ws.tolist()):
             self.groups[w][-1].append((op, scale[i, 0], *(o[i] for o in offsets)))
 
+    def _count(self, rows, ws, by: int) -> None:
+        if len(rows) == len(set(rows[:, 0].tolist())):
+            self.counts[rows, ws] += by
+        else:
+            np.add.at(self.counts, (rows, ws), by)  # a register counts as often as it is named
+
     def touch(self, name: str, I, write: bool) -> None:
         """Another instruction reads or writes a register that multiplications use."""
-        ws = np.unique(I // 32)
+        ws = warps_of(I)
         if self.g.machine.races:
             self.g.machine.races.register(self.g, self.g.line, name, ws, write)
         if write:
@@ -108,13 +120,13 @@ class Flight:
         return [r.name for r in op.out] + [x.source.name for x in a if isinstance(x.source, Reg)]
 
     def commit(self, I) -> None:
-        for w in np.unique(I // 32).tolist():
+        for w in warps_of(I).tolist():
             self.groups[w].append([])
 
     def wait(self, op: Op, I) -> None:
         self.g.whole(op, I)
         ready = {}
-        for w in np.unique(I // 32).tolist() if self.groups else ():
+        for w in warps_of(I).tolist() if self.groups else ():
             mine = self.groups[w]
             ready[w] = deque(x for _ in range(max(0, len(mine) - 1 - op.more["keep"])) for x in mine.popleft())
         while ready := {w: q for w, q in ready.items() if q}:
@@ -122,7 +134,7 @@ class Flight:
             at = [w for w, q in ready.items() if q[0][0] is first]
             self.land(first, np.array(at), [ready[w].popleft()[1:] for w in at])
         if self.g.machine.races:
-            self.g.machine.races.warps(self.g, np.unique(I // 32))
+            self.g.machine.races.warps(self.g, warps_of(I))
 
     def operands(self, op: Op, ws, descriptors):
         """Offsets in `smem`, in bytes, of the units of 16 bytes of B and of A, unless A is in registers: [warps, N, 2]
@@ -150,7 +162,7 @@ class Flight:
         lanes = (ws[:, None] * 32 + np.arange(32)).ravel()
         scale, *offsets = (np.array(v) for v in zip(*entries, strict=True))
         D = self.multiply(op, lanes, scale, offsets)
-        np.subtract.at(self.counts, (self.rows[id(op)], ws), 1)
+        self._count(self.rows[id(op)], ws, -1)
         self.show(op, ws, lanes, D)
         if self.g.machine.races:
             self.g.machine.races.wgmma_done(self.g, op, ws, offsets)
@@ -232,7 +244,7 @@ def _wait(g, op: Op, I) -> None:
 
 def _fence(g, op: Op, I) -> None:
     g.whole(op, I)
-    g.flight.fence(np.unique(I // 32))
+    g.flight.fence(warps_of(I))
 
 
 WARPGROUP = {"wgmma": _wgmma, "wg_commit": _commit, "wg_wait": _wait, "wg_fence": _fence}
