@@ -13,7 +13,8 @@ schedules: happens-before does not depend on it, but a phase that can pass twice
 
 What makes it cheap leaves out no thread, access or round of a loop: what decides nothing is dropped (`shape.lean`), and
 of kernels that are then equal one is run; lanes that act alike share a clock (`alike`); accesses in which a look at all
-clocks at once shows nothing wrong are not looked at one by one (`batch`, `_OnChip._quiet`).
+clocks at once shows nothing wrong are not looked at one by one (`batch`, `_OnChip._quiet`); cells that no access tells
+apart are kept as one (`shadow`).
 """
 
 import gc
