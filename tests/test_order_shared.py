@@ -142,5 +142,4 @@ def test_reports_carry_it():
     builds = [checkers.build(entry, "BULK", ["sm_103a"]).builds["sm_103a"] for entry in entries]
     broken, clean = check_builds(builds)
     assert {(f.rule, f.severity, f.where[:4]) for f in broken.findings} == {("R14", ERROR, "PTX ")}
-    assert clean.verdict == "proved" and clean.on_chip
-    assert [(r.on_chip, r.verdict) for r in check_builds(builds, on_chip=())] == [(False, "proved")] * 2
+    assert clean.verdict == "proved"
