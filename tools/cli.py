@@ -144,7 +144,7 @@ def order(
         from . import order as command
 
         result = command.run(kernel, target, scope, fresh)
-        write_json(result.as_dict(), json)
+        write_json(result.as_dict() if json else {}, json)  # seconds, over all kernels
     raise typer.Exit(result.exit_code)
 
 
