@@ -30,6 +30,7 @@ def test_kernels_withstand(stem, batch, gpu):
     assert len(rows) >= 3 and not [r for r in rows if r["verdict"] != "equal"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_broken_wait_is_named(stem, gpu):
     """The wait below the first loads: stale, by name, at every stall that a launch does not hide; right without PDL."""
@@ -50,18 +51,21 @@ def test_a_broken_wait_is_named(stem, gpu):
         assert not any(t.wrong for t in some.values())
 
 
+@pytest.mark.alone
 def test_the_table(gpu):
     rows = table.table()
     assert table.verdict(rows, here(), REPEATS) == "reproduced", "\n".join(table.lines(rows, REPEATS))
     assert table.proof_agrees(rows) in (True, None)
 
 
+@pytest.mark.alone
 def test_a_dependent_begins_before_the_end_of_its_producer(gpu):
     for seen in overlaps(STALLS_US, gpu):
         assert seen.passed >= -1, "the clock ticks in steps of up to a microsecond"
         assert seen.stall < 10 or seen.ahead > seen.stall / 2
 
 
+@pytest.mark.alone
 def test_a_hang_is_a_verdict(gpu):
     cases = [dict(part="barrier", target=here(), occupied=occupied) for occupied in (False, True, False)]
     found = dict(watchdog.run(cases))
