@@ -50,7 +50,7 @@ def gpu() -> str:
 
 
 def _alone(item) -> bool:
-    return item is not None and item.get_closest_marker("alone") is not None
+    return item is not None and "gpu" in item.fixturenames and item.get_closest_marker("alone") is not None
 
 
 def pytest_collection_modifyitems(items):

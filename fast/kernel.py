@@ -31,6 +31,10 @@ CUTLASS_TYPES = {
     torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32", torch.int32: "Int32",
     torch.int64: "Int64", torch.uint8: "Uint8", torch.float8_e4m3fn: "Float8E4M3FN",
 }  # fmt: skip
+PARAMETERS = {  # kind and size in PTX
+    (".b64", ""): "pointer", (".u64", ""): "pointer", (".align 8 .b8", "[8]"): "pointer",
+    (".b32", ""): "number", (".u32", ""): "number",
+}  # fmt: skip
 TOKEN_AXES = ("T", "M")  # names of the batch axis in stages
 PDL_ATTRIBUTE, CLUSTER_ATTRIBUTE = 6, 4  # cudaLaunchAttributeID
 
@@ -258,9 +262,9 @@ def check_ptx(kernel: Kernel, ptx: str) -> str:
     symbols = re.findall(r"\.entry\s+(\w+)\s*\(", ptx)
     if len(symbols) != 1:
         raise ValueError(f"{kernel.name}: the entry launches {len(symbols)} kernels; allowed is 1")
-    params = re.findall(r"\.param\s+((?:\.align 8 )?\.[bu](?:8|32|64)\s+)\w+_param_\d+(\[\d+\])?(?=[,\s])", ptx)
-    kinds = ["number" if "32" in kind else size or "[8]" for kind, size in params]
-    if kinds != ["[8]"] * len(kernel.args) + ["number"] * kernel.counts:
+    params = re.findall(r"\.param\s+([^,()]*?)\s*\w+_param_\d+(\[\d+\])?(?=[,\s])", ptx)
+    kinds = [PARAMETERS.get((" ".join(kind.split()), size), f"{kind}{size}") for kind, size in params]
+    if kinds != ["pointer"] * len(kernel.args) + ["number"] * kernel.counts:
         wanted = f"{len(kernel.args)} pointers" + " and a number" * kernel.counts
         raise ValueError(f"{kernel.name}: the parameters in PTX are {', '.join(kinds)}; allowed are {wanted}")
     if kernel.pdl and "griddepcontrol.wait" not in ptx:

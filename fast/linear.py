@@ -259,15 +259,16 @@ def estimate_mma(cfg: MmaConfig, M: int, N: int, K: int) -> float:
 
 
 def bucket(M: int) -> int:
-    """The most tokens that the code for M serves."""
+    """The most tokens that the code for M serves. Raises NotImplementedError for more than 64."""
+    if not 1 <= M <= BUCKETS[-1]:
+        raise NotImplementedError(f"linear: M = {M}; allowed are 1..{BUCKETS[-1]}")
     return next(most for most in BUCKETS if most >= M)
 
 
 def choose_config(M: int, N: int, K: int, arch: str = "sm_90a") -> LinearConfig:
     """The measured winner for (N, K, M), or of the next larger M measured; the best estimate where there is none.
 
-    M counts as the whole bucket, but for the forms that it is part of. Raises NotImplementedError for a shape that no
-    configuration can do.
+    M counts as its whole bucket. Raises NotImplementedError for a shape that no configuration can do.
     """
     return _chosen(bucket(M), N, K, arch if arch in WGMMA_ARCHS else "")
 
@@ -323,7 +324,7 @@ def linear(x, w, out):
 def linear_kernel(cfg: LinearConfig, M: int, N: int, K: int, x_stride: int, out_stride: int) -> Kernel:
     """The kernel of one configuration; strides are in elements. Raises ValueError for fewer weight rows than a tile.
 
-    But for fma, its code is the same for every M of a bucket; direct takes any M.
+    But for fma, its code is the same for every M of a bucket; that of direct for every M up to 64.
     """
     rows = {FmaConfig: 1, DirectConfig: 16}.get(type(cfg)) or cfg.rows
     if rows > N:

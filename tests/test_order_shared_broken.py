@@ -74,6 +74,9 @@ BROKEN = {
     "an address that each thread's loop counts": (
         "mov.u32 %r10, 0; $L: add.u32 %r10, %r10, 128; ld.global.b32 %r11, [%rd3]; setp.gt.s32 %p5, %r11, 0; "
         f"@%p5 bra $L; add.s32 %r12, %r4, %r10; st.shared.b32 [%r12], %r7; {SYNC}", 64, {}),
+    "a count of what the data says in four rounds": (
+        "mov.u32 %r12, 0; " + LOOP.format("@!%p5 bra $S; add.u32 %r12, %r12, 1; $S:").replace("ROUNDS", "4")
+        + f"setp.eq.u32 %p7, %r12, 4; {WRITE} @%p7 bra $N; {SYNC} $N: {OTHER}", 64, {}),
     # the detector
     "reads of four warps behind those of four others": (
         "setp.lt.u32 %p5, %r1, 128; @!%p5 bra $B; ld.shared.b32 %r9, [%r3]; bra $E; $B: ld.shared.b32 %r9, [%r3]; "

@@ -45,6 +45,7 @@ def test_tests_that_measure_time_come_first():
     class Item:
         def __init__(self, *marks):
             self.get_closest_marker = lambda name: name if name in marks else None
+            self.fixturenames = ["gpu"]
 
     items = shared, table, other, hang = [Item(), Item("alone"), Item("slow"), Item("slow", "alone")]
     conftest.pytest_collection_modifyitems(items)

@@ -236,11 +236,11 @@ def _check_model(steps: Sequence[Plan], reports: dict[str, dict[str, Report]]) -
             if (target, fit) not in served:  # the first plan is divided, and so are all that are bound like it
                 served[target, fit] = bound, _kinds(step, target)
             first, kinds = served[target, fit]
-            told = bound, _facts(step, kinds, target, mine)
-            if bound != first or told not in clean:
+            told = (bound, _facts(step, kinds, target, mine)) if bound == first else None
+            if told is None or told not in clean:
                 found = check_chain(launches(step, target, mine), target)
                 yield from found
-                if bound == first and not found:
+                if told and not found:
                     clean.append(told)
 
 

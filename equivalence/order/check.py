@@ -209,6 +209,7 @@ def prove(
     builds, which only the command line asks for. pool: the other processes, if they have been started.
     """
     kernels, targets = list(kernels), tuple(targets)
+    kernels = [kernel for kernel in kernels if set(targets) & set(kernel.archs)]
     first: dict[object, object] = {}  # with the most CTAs: shared memory is followed in the first and last cluster
     for kernel in kernels:
         known = first.setdefault(kernel.code, kernel)

@@ -6,32 +6,11 @@ watches (`equivalence.simt.onchip`, which says what it assumes). PTX only: SASS 
 rules hold what ptxas moves.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
 from functools import lru_cache
-from math import prod
 from types import SimpleNamespace
 
 from .rules import ERROR, UNPROVEN, Case, Finding
-
-
-def protocols(kernels: Iterable) -> list:
-    """The cheapest kernel of each way to use shared memory: of each entry function, with one warp or several, one CTA
-    or a cluster, and each setting of the switches (bool) in its constants. Others differ in sizes and counts."""
-    cheapest: dict[tuple, tuple[int, object]] = {}
-    for k in kernels:
-        peers = prod(k.cluster or (1,))
-        key = k.entry, prod(k.block) > 32, peers > 1, tuple(map(_switches, k.constants))
-        cost = prod(k.block) * peers * max(prod(a.shape) for a in k.args)
-        if key not in cheapest or cost < cheapest[key][0]:
-            cheapest[key] = cost, k
-    return [k for _, k in cheapest.values()]
-
-
-def _switches(constant) -> tuple:
-    if is_dataclass(constant):
-        return tuple(v for f in fields(constant) if isinstance(v := getattr(constant, f.name), bool))
-    return (constant,) if isinstance(constant, bool) else ()
 
 
 def unordered(case: Case, ptx: str) -> Iterator[Finding]:

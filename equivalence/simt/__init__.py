@@ -7,10 +7,10 @@
 Rooms: `parse` reads PTX (as `equivalence.isa` does), `opcodes` describes what one lane computes, `translate` and
 `translate_async` make blocks of operations. Two back ends execute those: `emit_c` and `native` as compiled C, for
 results; `lanes`, `operations`, `copies`, `warpgroup`, `grid` and `machine` in numpy, where order can be varied.
-`races`, `shadow` and `clocks` detect what nothing orders. `step` makes one stream of a whole decode step. `skeleton` and
-`onchip` leave the data out: what is left shows who meets whom in shared memory, whatever is computed (rule R14 of the
-proof); `shape` tells which kernels that is the same for, `alike` and `batch` keep its runs short. `forms` has what is
-made of an instruction once for all that differ in registers alone.
+`races`, `shadow` and `clocks` detect what nothing orders. `step` makes one stream of a whole decode step. `skeleton`
+and `onchip` leave the data out: what is left shows who meets whom in shared memory, whatever is computed (rule R14 of
+the proof); `shape` tells which kernels that is the same for, `alike` and `batch` keep its runs short. `forms` has what
+is made of an instruction once for all that differ in registers alone.
 
 What runs: all that the twins use, which is sm_90a, sm_100a and sm_103a code without tensor maps, tcgen05 and multimem;
 of sm_90a also wgmma m64nNk16 of bf16 or fp16 (A from registers or shared memory, both majors, all swizzles). Anything

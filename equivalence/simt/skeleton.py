@@ -170,11 +170,11 @@ def _unknown(ops: list[Op], uses: _Uses, flow: "_Flow", uneven: set[str]) -> set
     """What depends on data: on anything loaded, parameters (which are pointers) included, or on a matrix product.
 
     A condition on data that all threads share falls both ways; what comes of it is then known. Not so where threads may
-    differ, or where it decides how often a loop runs: what is computed there is unknown behind it.
+    differ, or in a loop, which meets it again or runs as often as it says: what it decides is unknown behind it.
     """
 
     def parted(name: str) -> list[Op]:
-        return [op for n in flow.branches.get(name, ()) if name in uneven or n in flow.between(n)
+        return [op for n in flow.branches.get(name, ()) if name in uneven or n in flow.reached(n)
                 for op in flow.parts(n)]  # fmt: skip
 
     return uses.spread([op for op in ops if op.kind not in COMPUTED and op.kind != "mbar_wait"], parted)
