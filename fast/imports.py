@@ -20,7 +20,8 @@ from functools import cache
 DYNAMIC = frozenset("__import__ import_module exec_module load_module modules exec eval runpy pkgutil imp".split())
 MUTATORS = frozenset(
     "add append clear discard extend insert pop popitem remove reverse setdefault sort update "
-    "__setattr__ __delattr__ __setitem__ __delitem__".split()
+    "appendleft extendleft popleft difference_update intersection_update symmetric_difference_update move_to_end "
+    "__setattr__ __delattr__ __setitem__ __delitem__ __ior__ __iadd__".split()
 )
 
 
@@ -153,10 +154,10 @@ def read(data: bytes) -> Reading:
             binds.add(node.id)
         elif not isinstance(node, ast.alias):
             binds.add(getattr(node, "name", None))  # of a function, a class, or what is caught or matched
-        changes.add(_changed(node))
+        changes.update(_changed(node))
         if dynamic is None and (word := next((w for w in _words(node) if w in DYNAMIC), None)):
             dynamic = getattr(node, "lineno", 1), word
-    return Reading(tuple(imports), frozenset(binds - {None}), frozenset(changes - {None}), dynamic)
+    return Reading(tuple(imports), frozenset(binds - {None}), frozenset(changes), dynamic)
 
 
 def _imports(node: ast.AST) -> Iterator[Import]:
@@ -191,15 +192,21 @@ def _words(node: ast.AST) -> list[str]:
     return [word for word in (getattr(node, "attr", None), getattr(node, "value", None)) if isinstance(word, str)]
 
 
-def _changed(node: ast.AST) -> str | None:
-    """The variable whose attributes or items a node changes."""
-    at = None
-    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-        at = node
+def _changed(node: ast.AST) -> Iterator[str]:
+    """The variables whose values, attributes or items a node changes."""
+    places: list[ast.AST | None] = []
+    if isinstance(node, ast.AugAssign):
+        places = [node.target]
+    elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        places = [node]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
-        at = node.func.value
+        places = [node.func.value]
+        if isinstance(node.func.value, ast.Name) and hasattr(builtins, node.func.value.id):  # as dict.update(table, ..)
+            places += node.args[:1]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
-        at = node.args[0] if node.args else None
-    while isinstance(at, ast.Attribute | ast.Subscript):
-        at = at.value
-    return at.id if isinstance(at, ast.Name) else None
+        places = node.args[:1]
+    for at in places:
+        while isinstance(at, ast.Attribute | ast.Subscript | ast.Call):
+            at = at.value if not isinstance(at, ast.Call) else at.args[0] if at.args else None  # a call: vars(module)
+        if isinstance(at, ast.Name):
+            yield at.id

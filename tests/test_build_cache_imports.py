@@ -150,6 +150,9 @@ def test_a_source_that_does_not_parse_elsewhere_decides_nothing(filled, edit):  
 @pytest.mark.parametrize("statement", [
     "from . import device\ndevice.WARP = 16\n", "from .device import span as s\ns.a[0].b += 1\n",
     "import fast.device as d\ndef f():\n    setattr(d, 'WARP', 1)\n", "from . import device\ndel device.WARP\n",
+    "from .device import TABLE\nTABLE |= {1: 2}\n", "from . import device\nvars(device)['WARP'] = 4\n",
+    "from .device import TABLE\ndict.update(TABLE, {1: 2})\n",
+    "from . import device\nobject.__setattr__(device, 'WARP', 4)\n",
     "from .device import TABLE\nTABLE.update({1: 2})\n", "from . import device\ndevice.TABLE.append(1)\n",
 ])  # fmt: skip
 def test_who_changes_another_module_counts_everywhere(filled, edit, statement):  # noqa: F811

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKER = (sys.executable, "-m", "equivalence.adversary.worker")
 LIMIT = 60.0  # seconds a job may hold the device
@@ -29,7 +31,7 @@ def run(
     """
     answers: queue.Queue = queue.Queue()
     with tempfile.NamedTemporaryFile(prefix="device-") as lock:
-        call = (*command, lock.name)
+        call = (*command, lock.name, str(_device()))
         shares = [list(range(len(jobs)))[n::workers] for n in range(workers)]
         threads = [
             threading.Thread(target=_serve, args=(jobs, share, call, limit, silence, answers), daemon=True)
@@ -41,6 +43,11 @@ def run(
             yield answers.get()
         for thread in threads:
             thread.join()
+
+
+def _device() -> int:
+    """The GPU of this process, which its workers use, too."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
 
 
 def _serve(jobs, share: list[int], call, limit: float, silence: float, answers: queue.Queue) -> None:

@@ -1,6 +1,6 @@
 """A child process that judges one job after another and tells its parent in lines of JSON.
 
-    python -m equivalence.adversary.worker LOCK < jobs     # one job a line
+    python -m equivalence.adversary.worker LOCK GPU < jobs     # one job a line
 
 Lines out: {"began": n} when job n has the device, then {"done": n, "rows": [...]}. LOCK is a file: the holder has the
 device to itself, so that several workers compile at the same time and none disturbs another's timing. A worker whose
@@ -118,7 +118,8 @@ def judge_barrier(job: dict, turn: Callable) -> list[dict]:
 PARTS = {"kernel": judge_kernel, "table": judge_table, "barrier": judge_barrier}
 
 
-def main(lock: str) -> None:
+def main(lock: str, device: int) -> None:
+    torch.cuda.set_device(device)
     jobs = [json.loads(line) for line in sys.stdin if line.strip()]
     with open(lock, "a") as file:
         for n, job in enumerate(jobs):
@@ -156,4 +157,4 @@ def tell(**line) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
